@@ -278,6 +278,8 @@ class TraceNode:
     experts: ExpertRecord | None = None
     """From where the records of its ancestors end."""
     generation_s: float = 0.0
+    replica: str = ""
+    """Engine replica that sampled its last token."""
     started_s: float = 0.0
     """Loop time when the request came."""
     reward: float = 0.0

@@ -174,8 +174,7 @@ def _send(peer: Connection, answers, device: str, transport: str, scratch: str) 
     _see(device, 0)
     from roll_async.weight_sync.bucket import Bucket, UpdatePlan
     from roll_async.weight_sync.digest import of_trainer
-    from roll_async.weight_sync.packing import TensorPart
-    from roll_async.weight_sync.transports import open_sender
+    from roll_async.weight_sync.transfer import TensorPart, open_sender
 
     plan = UpdatePlan(version=1, transport=transport, verify="full")
     parts = [TensorPart.whole(name, tensor.to(device)) for name, tensor in _weights().items()]
@@ -196,7 +195,7 @@ def _receive(peer: Connection, answers, device: str, number: int) -> None:
     _see(device, number)
     from roll_async.weight_sync.changes import LastExport
     from roll_async.weight_sync.digest import of_replica
-    from roll_async.weight_sync.transports import open_receiver
+    from roll_async.weight_sync.transfer import open_receiver
 
     receiver = open_receiver(peer.recv(), LastExport())
     found = {}
@@ -250,8 +249,7 @@ async def _push(engine, folder: str, version: int, scale: float, transport: str,
     from roll_async.weight_sync.bucket import STAGED, Bucket, UpdatePlan
     from roll_async.weight_sync.digest import of_trainer
     from roll_async.weight_sync.layout import EngineLayout
-    from roll_async.weight_sync.packing import TensorPart
-    from roll_async.weight_sync.transports import open_sender
+    from roll_async.weight_sync.transfer import TensorPart, open_sender
 
     place = "cpu" if transport in STAGED else "cuda"
     weights = {name: t for path in sorted(Path(folder).glob("*.safetensors")) for name, t in load_file(path).items()}
@@ -279,7 +277,7 @@ async def _agreement(
     engine, requests, ranks = _engine(device, folder, **changes), _requests(temperature=1.0), 1
     if push_over == "gloo":  # a CPU stands in for devices: the ranks receive themselves here, too
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        engine.goes_to_ranks = lambda plan: True
+        engine.loads_in_place = lambda plan: True
     if push_over != "shm":
         ranks = changes.get("tensor_parallel_size", 1)
     await engine.start()

@@ -45,13 +45,12 @@ TESTS: dict[str, tuple[str, ...]] = {
     "rollout/": (f"{UNIT}/rollout", f"{UNIT}/agents/test_groups.py"),
     "buffer/states.py": (f"{UNIT}/config/test_no_inert_key.py", f"{UNIT}/buffer"),
     "buffer/": (f"{UNIT}/buffer", f"{UNIT}/rollout/test_rollouter.py", f"{UNIT}/pipelines"),
-    "weight_sync/synchronizer.py": (
+    "weight_sync/push.py": (
         f"{UNIT}/weight_sync/test_synchronizer.py",
         f"{UNIT}/weight_sync/test_synchronizer_stages.py",
         f"{UNIT}/config/test_no_inert_key.py",
         f"{UNIT}/pipelines",
     ),
-    "weight_sync/calls.py": (f"{UNIT}/weight_sync/test_synchronizer.py",),
     "weight_sync/links.py": (f"{UNIT}/weight_sync/test_links.py",),
     "weight_sync/": (f"{UNIT}/weight_sync/test_layout.py", f"{UNIT}/weight_sync"),
     "pipelines/checkpoint.py": (f"{UNIT}/checkpoint/test_run_checkpoints.py", f"{UNIT}/pipelines"),
@@ -98,14 +97,14 @@ TESTS: dict[str, tuple[str, ...]] = {
 name runs before them.
 """
 GENERATED_FROM = (
-    "rollout/*.py", "buffer/*.py", "weight_sync/synchronizer.py", "weight_sync/calls.py",
+    "rollout/*.py", "buffer/*.py", "weight_sync/push.py",
     "weight_sync/layout.py", "weight_sync/digest.py",
-    "pipelines/rlvr.py", "pipelines/wire.py", "pipelines/validation.py", "pipelines/validators.py",
+    "pipelines/rlvr.py", "pipelines/wire.py", "pipelines/validation.py",
     "trainer/learner.py", "trainer/collate.py", "trainer/credit.py", "inference/engine_host.py",
     "inference/stop_strings.py", "agents/*.py", "agents/gateway/*.py", "agents/tools/*.py", "algorithms/*.py",
 )  # fmt: skip
 _SIMULATED = ("rollout/", "buffer/", "weight_sync/", "pipelines/", "trainer/", "inference/", "agents/groups.py",
-              "agents/play.py", "agents/session.py", "agents/limited_turns.py", "agents/trace_tree.py")  # fmt: skip
+              "agents/play.py", "agents/session.py", "agents/limited_turns.py", "rollout/trace_tree.py")  # fmt: skip
 """What worlds of the simulator run."""
 EQUIVALENT: dict[str, str] = {
     "algorithms/policy_losses.py: turned: tau = torch.where(terms.advantages > 0, positive, torch.full_like(ratio,"
@@ -113,7 +112,7 @@ EQUIVALENT: dict[str, str] = {
     'agents/gateway/server.py: turned: return len(raw) <= _INLINE_BYTES and sum(map(raw.count, (b"{", b"[", b","))) <='
     " _INLINE_VALUES": "a body of exactly that size is the same request, read here or in another process",
     "agents/beside.py: left out: process.stdout.close()": "the pipe is closed with the object, whose process has ended",
-    "rollout/chat_scheduler.py: left out: running.clear()": "GeneratedTooMany stops twice, and the second time adds the"
+    "rollout/rounds.py: left out: running.clear()": "GeneratedTooMany stops twice, and the second time adds the"
     " same groups to a tally that nobody reads any more",
 }
 """Fault, as `Mutant.name` without the number of its line, to why no test can see it."""

@@ -12,7 +12,7 @@ from roll_async.schema import SamplingParams
 from roll_async.simulator.figures import Workload
 from roll_async.simulator.models import EngineFaults, LengthModel, RewardModel, SpeedModel, TrainModel
 from roll_async.simulator.scenario import Scenario
-from roll_async.weight_sync.synchronizer import SyncOptions
+from roll_async.weight_sync.protocol import SyncOptions
 
 _MEAN_TOKENS, _TOKEN_S = 50.0, 0.02
 """Generation of a sample takes a second on average."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from roll_async.agents.protocol import Ending
-from roll_async.agents.trace_tree import TraceTree
+from roll_async.rollout.trace_tree import TraceTree
 from roll_async.schema import Outcome
 
 

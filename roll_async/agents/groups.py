@@ -26,14 +26,14 @@ from roll_async.agents.protocol import Ending, Task
 from roll_async.agents.rendering import Renderer
 from roll_async.agents.session import Session, SessionOptions
 from roll_async.agents.tasks import task_of
-from roll_async.agents.tools.toolbox import Toolbox
-from roll_async.agents.trace_tree import TraceTree
 from roll_async.envs.pool import WorldPool
 from roll_async.envs.registry import WorldSpec
 from roll_async.observe.outside import OutsideError, border
 from roll_async.rollout.group_filter import GroupFilter
 from roll_async.rollout.group_source import GroupFate, GroupOutcome, SourceCounts
 from roll_async.rollout.server_manager import AsyncLLMServerManager
+from roll_async.rollout.tools import Toolbox
+from roll_async.rollout.trace_tree import TraceTree
 from roll_async.schema import Answered, Group, Outcome, Prompt, Reward, Sample, SamplingParams, WeightVersion
 
 logger = logging.getLogger(__name__)

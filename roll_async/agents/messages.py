@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from roll_async.rollout.tools import ToolCall, call_spans, parse_call
+from roll_async.prompts.tool_calls import ToolCall
 
 _WORD = 4
 """Characters of JSON around a value, about."""
@@ -95,26 +95,6 @@ class TurnReply:
     def message(self) -> Message:
         """The turn as a message of the agent's history."""
         return Message(role="assistant", content=self.content, tool_calls=self.tool_calls)
-
-
-def parse_calls(text: str) -> tuple[str, tuple[ToolCall, ...], tuple[ToolCall, ...]]:
-    """(text without well-formed calls, these calls, malformed ones) of `<tool_call>{"name": ..., "arguments":
-    {...}}</tool_call>`, as Qwen and Hermes models write them. Read as JSON, never evaluated.
-    """
-    calls: list[ToolCall] = []
-    problems: list[ToolCall] = []
-    rest, position = [], 0
-    for start, end in call_spans(text, unclosed=True):
-        call = parse_call(text[start:end].strip())
-        if call.problem:
-            problems.append(call)
-            continue
-        rest.append(text[position : start - len("<tool_call>")])
-        position = end + len("</tool_call>")
-        calls.append(call)
-    rest.append(text[position:])
-    content = "".join(rest) if calls else text
-    return (content.strip() if calls else content), tuple(calls), tuple(problems)
 
 
 class ChatDigest:

@@ -16,15 +16,14 @@ from functools import partial
 from roll_async.agents.limited_turns import BadRequest, TrajectoryEnded
 from roll_async.agents.messages import Message, TurnReply, TurnRequest
 from roll_async.agents.protocol import AgentResult, Ending, Endpoint, Task
-from roll_async.agents.rendering import written_out
 from roll_async.agents.session import Session
-from roll_async.agents.tools.toolbox import Toolbox, name_of
 from roll_async.config.prompt_templates import RULES, filled, names_in
 from roll_async.envs.protocol import GraderFailed, LiveWorld, Observation, WorldFailed
 from roll_async.observe.outside import OutsideError, asked, encodable, message_of, number, place_of, text_of
 from roll_async.prompts.row_tools import RowTools, parse_tools
+from roll_async.prompts.tool_calls import HERMES, ToolCall, name_of
 from roll_async.rollout.requests import GenerationFailed
-from roll_async.rollout.tools import ToolCall
+from roll_async.rollout.tools import Toolbox
 from roll_async.schema import Outcome
 
 _FRAME = 100
@@ -191,10 +190,10 @@ class WorldEpisode:
             if said is None and not observation.ended:
                 observation = await self._step(reply.node, _as_text(call))
                 self._look(observation)
-                said = Message(role="tool", content=observation.text, call_id=call.call_id)
+                said = observation.text
             if said is not None:
-                self._messages.append(said)
-                self._story.append(("tool", said.content))
+                self._messages.append(Message(role="tool", content=said, call_id=call.call_id))
+                self._story.append(("tool", said))
         return observation
 
     async def _step(self, node: int, action: str) -> Observation:
@@ -271,7 +270,8 @@ async def run_agent(
 def _story(session: Session) -> tuple[tuple[str, str], ...]:
     """What was said until the newest turn, as the agent told it, and that turn."""
     messages, said = session.newest
-    return (*((message.role, written_out(message)) for message in messages), ("assistant", said))
+    shown = ((m.role, HERMES.write(m.content, m.tool_calls)) for m in messages)
+    return (*shown, ("assistant", said))
 
 
 def _limit(seconds: float) -> asyncio.Timeout:

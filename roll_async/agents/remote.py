@@ -20,8 +20,8 @@ import aiohttp
 from roll_async.agents.gateway import chat
 from roll_async.agents.limited_turns import BadRequest, TurnHandler
 from roll_async.agents.messages import TurnReply, TurnRequest
-from roll_async.agents.rendering import written_out
 from roll_async.observe.outside import OutsideError, border
+from roll_async.prompts.tool_calls import HERMES
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +187,7 @@ def _reply(answer: Json, name: str) -> TurnReply:
     finish = choice.get("finish_reason")
     return TurnReply(
         reply_id=name,
-        text=written_out(said),
+        text=HERMES.write(said.content, said.tool_calls),
         content=said.content,
         tool_calls=said.tool_calls,
         finish_reason=finish if finish in ("length", "tool_calls") else "stop",

@@ -4,11 +4,13 @@ The turns of the policy stand in the template as marks; what the template puts b
 it put there before, and only what comes after the last mark is encoded. So a client that reorders JSON, trims white
 space or drops call ids still continues the stored tokens. A template that says something else than it was given (such
 as one that leaves the thoughts of earlier turns out) does not: its text begins a branch.
+
+After a prompt that came as tokens (a question with tools) there is no chat to render: `between` gives what stands
+between two turns.
 """
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,22 +18,19 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from roll_async.agents.beside import Beside
 from roll_async.agents.messages import Message
-from roll_async.prompts.tokenizer import TEMPLATES
-from roll_async.prompts.tool_turns import special_marks, without_marks
+from roll_async.prompts.tokenizer import TEMPLATES, special_marks, without_marks
+from roll_async.prompts.tool_calls import HERMES, CallFormat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _INLINE_CHARACTERS = 100_000
+_ANSWER = "roll-async-answer"
+"""Stands for a turn of the policy, after which a template says what `between` looks for."""
 _PROBE_TOOL = {
     "type": "function",
     "function": {"name": "roll_probe", "description": "?", "parameters": {"type": "object", "properties": {}}},
 }
-_TOOLS_TEXT = (
-    "\n\nYou may call functions. Their signatures are within <tools></tools>:\n<tools>\n{tools}\n</tools>\n\nFor each "
-    'call, return a JSON object within <tool_call></tool_call>:\n<tool_call>\n{{"name": <function>, "arguments": '
-    "<arguments>}}\n</tool_call>"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +58,11 @@ class Renderer(Protocol):
     """Between messages and tokens. All of it may take long for long chats."""
 
     @property
+    def calls(self) -> CallFormat:
+        """How the model writes calls of tools."""
+        ...
+
+    @property
     def end_ids(self) -> frozenset[int]:
         """Tokens that end a turn."""
         ...
@@ -77,8 +81,10 @@ class Renderer(Protocol):
 class TemplateRenderer:
     """`Renderer` of a tokenizer and its chat template."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str = "native") -> None:
-        self._tokenizer, self._template = tokenizer, TEMPLATES[template]
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, template: str = "native", calls: CallFormat = HERMES
+    ) -> None:
+        self._tokenizer, self._template, self.calls = tokenizer, TEMPLATES[template], calls
         ends = (tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>"))
         unknown = tokenizer.unk_token_id
         self.end_ids = frozenset(i for i in ends if isinstance(i, int) and i != unknown)
@@ -114,6 +120,23 @@ class TemplateRenderer:
         forms = (_joined(parts, [t.text for t in turns]), _joined(parts, [t.text.strip() for t in turns]))
         return Rendered(tuple(parts), text, text in forms)
 
+    def between(self, last_token: int, results: Sequence[str]) -> array:
+        """[n] int32: the rest of the policy's turn, the results of its tools, the head of its next turn. `last_token`:
+        the last one of the turn; an end mark that was sampled is not said twice. A template that knows no `tool` role
+        gets the results as turns of the user. Raises ValueError for one that leaves them out.
+        """
+        role = "tool" if self._knows_tool_role else "user"
+        said = [without_marks(result, self._reserved) for result in results]
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+        text = self._apply([*chat, *({"role": role, "content": each} for each in said)], None)
+        _, found, rest = text.partition(_ANSWER)
+        if not found or not all(each in rest for each in said):
+            raise ValueError(f"the chat template does not render turns of role {role}")
+        ids = self.encode(rest)
+        # By id, since there is no text of the sampled turn here. An end that is also the unknown token counts, too.
+        ends = {self._tokenizer.eos_token_id, *self.end_ids}
+        return ids[1:] if last_token in ends and ids and ids[0] in ends else ids
+
     def encode(self, text: str) -> array:
         """[n] int32. Of a long text in another process: a list of a million tokens, and what Rust remembers of each,
         are made and dropped while the interpreter is held.
@@ -135,7 +158,7 @@ class TemplateRenderer:
     def _plain(self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]]) -> list[dict]:
         chat = [self._message(message) for message in messages]
         if tools and not self._knows_tools:
-            text = _TOOLS_TEXT.format(tools="\n".join(json.dumps(tool) for tool in tools))
+            text = self.calls.offer(tools)
             if chat and chat[0]["role"] == "system":
                 chat[0]["content"] += text
             else:
@@ -153,7 +176,7 @@ class TemplateRenderer:
                 ]
                 return {"role": "assistant", "content": message.content, "tool_calls": calls}
             case "assistant":
-                return {"role": "assistant", "content": written_out(message)}
+                return {"role": "assistant", "content": self.calls.write(message.content, message.tool_calls)}
             case "tool" if not self._knows_tool_role:
                 said = without_marks(message.content, self._reserved)
                 return {"role": "user", "content": f"<tool_response>\n{said}\n</tool_response>"}
@@ -197,15 +220,6 @@ def _load(tokenizer: Any) -> None:
 
 def _encode(text: str) -> bytes:
     return array("i", _LOADED[0].encode(text, add_special_tokens=False).ids).tobytes()
-
-
-def written_out(message: Message) -> str:
-    """A message with its calls, as Qwen and Hermes models write them."""
-    calls = [
-        f"<tool_call>\n{json.dumps({'name': c.name, 'arguments': dict(c.arguments)})}\n</tool_call>"
-        for c in message.tool_calls
-    ]
-    return "\n".join(part for part in (message.content, *calls) if part)
 
 
 def _with(chat: list[dict], turns: Sequence[SampledTurn], texts: Sequence[str], offset: int) -> list[dict]:

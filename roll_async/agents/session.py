@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 from roll_async.agents.limited_turns import BadRequest, TurnHandler
-from roll_async.agents.messages import ChatDigest, Message, TurnReply, TurnRequest, parse_calls
+from roll_async.agents.messages import ChatDigest, Message, TurnReply, TurnRequest
 from roll_async.agents.rendering import Renderer, SampledTurn
-from roll_async.agents.trace_tree import TraceTree
-from roll_async.rollout.tools import ToolCall
+from roll_async.prompts.tool_calls import ToolCall
+from roll_async.rollout.trace_tree import TraceTree
 from roll_async.schema import Completion, FinishReason, GenerateRequest, Outcome, SamplingParams
 
 T = TypeVar("T")
@@ -204,11 +204,12 @@ class Session(TurnHandler):
     ) -> TurnReply:
         ids = completion.token_ids
         ended = len(ids) > 0 and ids[-1] in self._renderer.end_ids
-        text, (content, calls, problems) = await self._off_loop(
+        text, content, found = await self._off_loop(
             lambda: self._read(ids[:-1] if ended else ids), len(ids) > _INLINE_CHARACTERS
         )
         number = f"{self.name}+{node}"
-        calls = tuple(replace(call, call_id=f"call_{node}_{i}") for i, call in enumerate(calls))
+        good = [call for call in found if not call.problem]
+        calls = tuple(replace(call, call_id=f"call_{node}_{i}") for i, call in enumerate(good))
         finish = "length" if completion.finish_reason is FinishReason.LENGTH else "tool_calls" if calls else "stop"
         reply = TurnReply(
             reply_id=number,
@@ -219,7 +220,7 @@ class Session(TurnHandler):
             prompt_tokens=prompt_tokens,
             completion_tokens=len(ids),
             node=node,
-            problems=problems,
+            problems=tuple(call for call in found if call.problem),
         )
         self.newest = request.messages, text
         turn = SampledTurn(len(request.messages), text)
@@ -228,9 +229,10 @@ class Session(TurnHandler):
         )
         return reply
 
-    def _read(self, ids: array) -> tuple[str, tuple[str, tuple[ToolCall, ...], tuple[ToolCall, ...]]]:
+    def _read(self, ids: array) -> tuple[str, str, list[ToolCall]]:
         text = self._renderer.decode(ids)
-        return text, parse_calls(text)
+        # Also of a turn that was cut: clients are told of the call that it began.
+        return text, *self._renderer.calls.read(text, unclosed=True)
 
     async def _off_loop(self, work: Callable[[], T], is_long: bool) -> T:
         if self._executor is None or not is_long:

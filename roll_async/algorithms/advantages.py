@@ -6,16 +6,17 @@ Names, defaults and ranges of the options are those of its class in `config/adva
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial, wraps
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, partial, wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from roll_async.algorithms.masked import (
     check_mask,
+    check_shape,
     clean,
     dense_segments,
     segment_ids_from_mask,
@@ -38,6 +39,7 @@ from roll_async.config.advantage_options import (
     RaeAdvantageOptions,
     StepReinforceAdvantageOptions,
 )
+from roll_async.config.user_options import own_function
 
 Result = tuple[Tensor, Tensor]
 O = TypeVar("O", bound=AdvantageOptions)  # noqa: E741
@@ -131,7 +133,7 @@ def keyword_options(estimator: Callable[[AdvantageInputs, O], Result]) -> Callab
 
     >>> grpo(inputs, normalise_std=False)
     """
-    options = ADVANTAGE_OPTIONS[estimator.__name__]
+    options: Any = ADVANTAGE_OPTIONS[estimator.__name__]
 
     @wraps(estimator)
     def estimate(inputs: AdvantageInputs, **values: object) -> Result:
@@ -439,3 +441,26 @@ ADVANTAGES: dict[str, Callable[..., Result]] = {
     "step_reinforce": step_reinforce,
     "gigpo": gigpo,
 }
+
+
+def estimator_function(name: str) -> Callable[..., Result]:
+    """An estimator by its name, or a user's own by dotted path. Raises ValueError where there is none."""
+    return ADVANTAGES[name] if name in ADVANTAGES else _own_estimator(name)
+
+
+@cache
+def _own_estimator(path: str) -> Callable[..., Result]:
+    """`function(inputs, options)` returns (advantages [B,T], returns [B,T]); what it returns where masked is dropped.
+    A row of its inputs is a trajectory, `token_rewards` and `row_mask` are always there, and padding rows are masked.
+    """
+    function = own_function(path, "algorithm.adv_estimator", "algorithm.adv_options", "(advantages, returns)")
+
+    def estimate(inputs: AdvantageInputs, *, given: Mapping[str, object]) -> Result:
+        batch = _batch(inputs)
+        whole = replace(inputs, scores=batch.scores, mask=batch.mask, row_mask=batch.rows, token_rewards=batch.rewards)
+        advantages, returns = function(whole, given)
+        check_shape(advantages, batch.mask, f"algorithm.adv_estimator: the advantages of {path}")
+        check_shape(returns, batch.mask, f"algorithm.adv_estimator: the returns of {path}")
+        return torch.where(batch.mask, advantages, 0), torch.where(batch.mask, returns, 0)
+
+    return estimate

@@ -18,6 +18,17 @@ def check_mask(mask: Tensor) -> None:
         raise ValueError(f"mask has dtype {mask.dtype}; expected torch.bool")
 
 
+def check_shape(values: object, mask_BT: Tensor, what: str) -> None:
+    """Raise ValueError for what is no tensor [B,T]: a row or a number would be broadcast without a word."""
+    check_mask(mask_BT)
+    if not isinstance(values, Tensor):
+        raise ValueError(f"{what} must be a tensor, not a {type(values).__name__}")
+    if values.shape != mask_BT.shape:
+        raise ValueError(
+            f"{what} has shape {tuple(values.shape)}; expected {tuple(mask_BT.shape)}, a number for each token"
+        )
+
+
 def clean(x: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
     """`x` in `dtype`, 0 where masked, before any arithmetic: NaN times zero is NaN, also in backward."""
     return torch.where(mask, x.to(dtype), torch.zeros((), dtype=dtype, device=x.device))

@@ -26,7 +26,7 @@ from roll_async.algorithms.aggregation import (
 from roll_async.algorithms.correction import CorrectionOptions, correct, correction_metrics, interpolate_proximal
 from roll_async.algorithms.kl import kl_estimate
 from roll_async.algorithms.logprobs import TokenLogprobs
-from roll_async.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs
+from roll_async.algorithms.policy_losses import PolicyLossInputs, policy_loss_function
 from roll_async.config.schema import PipelineConfig
 
 
@@ -126,7 +126,7 @@ def policy_loss(
         segment_ids=f.get("segment_ids"),
         selection=f.get("selection"),
     )
-    per_token, metrics = POLICY_LOSSES[settings.pg_variant](inputs, options=settings.pg_options)
+    per_token, metrics = policy_loss_function(settings.pg_variant)(inputs, options=settings.pg_options)
 
     def total(part: str, loss: Tensor, weights: Tensor | None = None) -> Tensor:
         return aggregate(

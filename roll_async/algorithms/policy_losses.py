@@ -8,12 +8,13 @@ exponential of the mean (or sum) of delta over the set, its gradient that of the
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from roll_async.algorithms.masked import check_mask, clean, dense_segments, working_dtype
+from roll_async.algorithms.masked import check_mask, check_shape, clean, dense_segments, working_dtype
 from roll_async.config.policy_loss_options import (
     CispoOptions,
     ClipCovOptions,
@@ -27,6 +28,7 @@ from roll_async.config.policy_loss_options import (
     KlCovOptions,
     KpopOptions,
     M2poOptions,
+    OwnLossOptions,
     PpoOptions,
     SapoOptions,
     TisOptions,
@@ -34,6 +36,7 @@ from roll_async.config.policy_loss_options import (
     VanillaOptions,
     VespoOptions,
 )
+from roll_async.config.user_options import own_function
 
 LOG_RATIO_LIMIT = 20.0
 Metrics = dict[str, Tensor]
@@ -401,3 +404,37 @@ POLICY_LOSSES: dict[str, Callable[..., tuple[Tensor, Metrics]]] = {
 ZERO_GRADIENT_WITHOUT_ADVANTAGE = frozenset(POLICY_LOSSES) - {"kimi15", "kl_cov"}
 """Variants whose gradient is exactly zero where the advantage is zero; the others add a
 penalty of their own."""
+
+
+def policy_loss_function(name: str) -> Callable[..., tuple[Tensor, Metrics]]:
+    """A loss by its name, or a user's own by dotted path. Raises ValueError where there is none."""
+    return POLICY_LOSSES[name] if name in POLICY_LOSSES else _own_loss(name)
+
+
+@cache
+def _own_loss(path: str) -> Callable[..., tuple[Tensor, Metrics]]:
+    """`function(inputs, options)` returns (loss [B,T], metrics [B,T] by name). Its tensors are 0 where masked, and what
+    it returns there is dropped; its metrics are published as `policy/NAME`, each the mean over the trained tokens.
+    """
+    function = own_function(path, "algorithm.pg_variant", "algorithm.pg_options", "(loss, metrics)")
+
+    def loss(inputs: PolicyLossInputs, *, options: OwnLossOptions) -> tuple[Tensor, Metrics]:
+        terms = _terms(inputs, options.ratio_base)
+        dtype = terms.logprobs.dtype
+
+        def zero_where_masked(values: Tensor | None) -> Tensor | None:
+            return None if values is None else clean(values.detach(), terms.mask, dtype)
+
+        cleaned = replace(
+            inputs,
+            logprobs=terms.logprobs,
+            proximal_logprobs=zero_where_masked(inputs.proximal_logprobs),
+            behaviour_logprobs=zero_where_masked(inputs.behaviour_logprobs),
+            ref_logprobs=zero_where_masked(inputs.ref_logprobs),
+            advantages=terms.advantages,
+        )
+        per_token, metrics = function(cleaned, options.given)
+        check_shape(per_token, terms.mask, f"algorithm.pg_variant: the loss of {path}")
+        return _finish(per_token, terms, _token_ratio(terms), {f"policy/{key}": x for key, x in metrics.items()})
+
+    return loss

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 
 from roll_async.buffer.book import Entry, GroupAccounting
 from roll_async.buffer.freshness import newest_trained_version
-from roll_async.buffer.staleness import StalenessPolicy, is_schedulable, largest_excess, staleness
 from roll_async.buffer.states import GroupState, QueueOptions
+from roll_async.config.staleness import StalenessPolicy, is_schedulable, largest_excess, staleness
 from roll_async.schema import Group, WeightVersion
 
 

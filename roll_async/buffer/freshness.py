@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from roll_async.buffer.staleness import staleness
+from roll_async.config.staleness import staleness
 from roll_async.schema import FinishReason, Group, Sample, WeightVersion
 
 

@@ -24,8 +24,8 @@ from roll_async.buffer.errors import EndOfData, QueueClosed, StallError, TooMany
 from roll_async.buffer.fingerprint import Fingerprint, PromptAt, require_own_ledger, same_or_regenerate
 from roll_async.buffer.freshness import BatchFreshness, LengthAudit, group_bytes, newest_version
 from roll_async.buffer.ledger import Ledger
-from roll_async.buffer.staleness import StalenessPolicy, due_step, staleness
 from roll_async.buffer.states import GroupState, QueueOptions, QueueStats, ReleaseReason, Slot
+from roll_async.config.staleness import StalenessPolicy, due_step, staleness
 from roll_async.schema import Group, WeightVersion
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from roll_async.buffer.fingerprint import SEED
-from roll_async.buffer.staleness import StalenessPolicy, admission_limit, default_max_versions, staleness_bound
 from roll_async.config.schema import PipelineConfig
+from roll_async.config.staleness import StalenessPolicy, admission_limit, default_max_versions, staleness_bound
 from roll_async.schema import WeightVersion
 
 

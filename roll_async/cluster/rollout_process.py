@@ -26,7 +26,7 @@ from roll_async.cluster.remote import CallRules, remote
 from roll_async.cluster.rollout_host import HostStart, RolloutHost, StartRoles
 from roll_async.rollout.filter_budget import GeneratedTooMany
 from roll_async.rollout.remote_side import ROLE, WAITS, Counters, RolloutCalls, RolloutClient, RpcChannel
-from roll_async.weight_sync.synchronizer import SyncFailed
+from roll_async.weight_sync.protocol import SyncFailed
 
 logger = logging.getLogger(__name__)
 

@@ -169,7 +169,7 @@ class MegatronRank:
 
     def export_begin(self, plan: UpdatePlan, block_bytes: int) -> UpdatePlan:
         """Begin the export of this rank's part of a weight version. It needs no other rank."""
-        from roll_async.weight_sync.transports import open_sender
+        from roll_async.weight_sync.transfer import open_sender
 
         role = self._role
         layout = role.engine_layout(plan.transport, self._worker.num_kv_heads)

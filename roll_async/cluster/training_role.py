@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from roll_async.config.schema import PipelineConfig, SglangConfig, VllmConfig, WorkerConfig
+from roll_async.config.schema import PipelineConfig, WorkerConfig
 from roll_async.inference.settings import EngineSettings
 from roll_async.trainer.megatron.settings import MegatronSettings
 from roll_async.weight_sync.bucket import STAGED
@@ -35,16 +35,13 @@ class TrainingRole:
     def of(cls, config: PipelineConfig, name: str, worker: WorkerConfig) -> TrainingRole:
         """One training role, as the config has it."""
         engine = EngineSettings.of(config, replica=0, restart=0)  # the same for all of them
-        # hf_infer has one rank. What waits in host memory for SGLang waits in its front end.
-        strategy = config.actor_infer.strategy_args.strategy_config
-        receives = isinstance(strategy, VllmConfig | SglangConfig) and needs_front_end(config) is None
         return cls(
             name=name,
             settings=MegatronSettings.of(config, worker),
             bucket_bytes=config.weight_sync.bucket_size_mb << 20,
             rpc_timeout_s=config.fault.rpc_timeout,
-            engine_tensor_parallel=engine.tensor_parallel_size if receives else 1,
-            engine_stages_whole=isinstance(strategy, SglangConfig),
+            engine_tensor_parallel=engine.tensor_parallel_size if needs_front_end(config) is None else 1,
+            engine_stages_whole=not config.actor_infer.engine.traits.receives_parts,
             engine_expert_parallel=bool(engine.extra.keys() & {"enable_expert_parallel", "ep_size"}),
             weights_folder=str(Path(config.output_dir).resolve() / config.exp_name / "weights"),
         )

@@ -23,7 +23,7 @@ from roll_async.pipelines.fully_async import FullyAsyncTrainer
 from roll_async.pipelines.health import CustomMonitor
 from roll_async.rollout.rollouter import Rollouter
 from roll_async.rollout.tools import Tool, ToolCompletionCallback
-from roll_async.weight_sync.synchronizer import ParameterSynchronizer
+from roll_async.weight_sync.push import ParameterSynchronizer
 
 __all__ = ["FullyAsyncMain", "FullyAsyncTrainer", "MessageQueue", "ParameterSynchronizer", "Rollouter"]
 

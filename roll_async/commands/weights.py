@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from roll_async.checkpoint.known_models import known_config
 from roll_async.commands.plan import weight_push
-from roll_async.config.schema import MegatronTrainConfig, PipelineConfig, SglangConfig, VllmConfig
+from roll_async.config.schema import MegatronTrainConfig, PipelineConfig
 from roll_async.weight_sync.layout import EngineLayout
 from roll_async.weight_sync.model_tensors import model_tensors
 from roll_async.weight_sync.traffic import HfTensor, Links, Traffic, traffic
@@ -98,15 +98,14 @@ def _push(
 
 def plan_of(config: PipelineConfig, links: Links) -> list[str]:
     """Bytes per link of one push of a config. Raises ValueError for a model whose sizes nobody knows."""
-    actor, engines = config.actor_train, config.actor_infer
+    actor = config.actor_train
     model = known_config(actor.model_args.model_name_or_path)
     if model is None:
         raise ValueError(
             f"the sizes of {actor.model_args.model_name_or_path} are not known: name a folder with its config.json"
         )
-    strategy, engine = actor.strategy_args.strategy_config, engines.strategy_args.strategy_config
+    strategy, tensor = actor.strategy_args.strategy_config, config.actor_infer.engine.tensor_parallel_size
     pipeline = strategy.pipeline_model_parallel_size if isinstance(strategy, MegatronTrainConfig) else 1
-    tensor = engine.tensor_parallel_size if isinstance(engine, VllmConfig | SglangConfig) else 1
     tensors = model_tensors(model, 4 if actor.model_args.dtype == "fp32" else 2)
     push = _push(
         tensors,

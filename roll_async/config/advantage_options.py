@@ -131,7 +131,15 @@ class GigpoAdvantageOptions(AdvantageOptions):
     """Added to the standard deviation."""
 
 
-ADVANTAGE_OPTIONS: dict[str, type] = {
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnAdvantageOptions(AdvantageOptions):
+    """An estimator of your own by dotted path: what the dataclass of its `options` has."""
+
+    given: Mapping[str, object] = section(dict)
+    """As written in the file: no key of this name."""
+
+
+ADVANTAGE_OPTIONS: dict[str, type[AdvantageOptions]] = {
     "grpo": GroupAdvantageOptions,
     "dr_grpo": NoAdvantageOptions,
     "rloo": NoAdvantageOptions,
@@ -152,6 +160,12 @@ ADVANTAGE_OPTIONS: dict[str, type] = {
     "step_reinforce": StepReinforceAdvantageOptions,
     "gigpo": GigpoAdvantageOptions,
 }
+
+
+def advantage_options_class(adv_estimator: str) -> type[AdvantageOptions]:
+    """The class of `adv_options`; of a dotted path that of a user's own estimator."""
+    return ADVANTAGE_OPTIONS.get(adv_estimator, OwnAdvantageOptions)
+
 
 GROUP_RELATIVE = frozenset(
     {

@@ -49,7 +49,7 @@ class Traits:
     """The key has an effect on Megatron strategies only."""
     form: str = ""
     """Forms that a type can not express: devices, files (a list or one string), one or more (a list or one item), names
-    (keys are free names).
+    (keys are free names), own code (a choice, or the dotted path of a user's function).
     """
     chosen_by: str = ""
     """Name of the sibling whose value picks the class of this section."""

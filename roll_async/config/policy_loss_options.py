@@ -4,10 +4,11 @@ The losses themselves are in `algorithms/policy_losses.py`, which takes these ob
 distances from 1. Formulas: docs_roll/algorithms/policy_losses.md.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from roll_async.config.fields import Options, bounded
+from roll_async.config.fields import Options, bounded, section
 
 RatioBase = Literal["proximal", "behaviour"]
 """Denominator of the ratio: weights at the start of the optimizer round, or the engine's own log-probs."""
@@ -236,7 +237,15 @@ class VespoOptions(OffPolicyOptions):
     """Decay for negative advantages."""
 
 
-POLICY_LOSS_OPTIONS: dict[str, type] = {
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnLossOptions(PolicyLossOptions):
+    """A loss of your own by dotted path: beside ratio_base, what the dataclass of its `options` has."""
+
+    given: Mapping[str, object] = section(dict)
+    """As written in the file, beside ratio_base: no key of this name."""
+
+
+POLICY_LOSS_OPTIONS: dict[str, type[PolicyLossOptions]] = {
     "vanilla": VanillaOptions,
     "gpg": GpgOptions,
     "ppo": PpoOptions,
@@ -256,6 +265,12 @@ POLICY_LOSS_OPTIONS: dict[str, type] = {
     "kpop": KpopOptions,
     "vespo": VespoOptions,
 }
+
+
+def loss_options_class(pg_variant: str) -> type[PolicyLossOptions]:
+    """The class of `pg_options`; of a dotted path that of a user's own loss."""
+    return POLICY_LOSS_OPTIONS.get(pg_variant, OwnLossOptions)
+
 
 SELECTS_TOKENS = ("clip_cov", "kl_cov", "m2po")
 """Losses that choose tokens by the log-probs of the whole batch."""

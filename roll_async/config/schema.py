@@ -11,12 +11,11 @@ Worked example: rollout_batch_size 64, num_return_sequences_in_group 8, async_ge
 step: groups_per_batch 64, samples_per_batch 512, sync_window_groups 64, staleness_bound 1.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Literal
 
+from roll_async.config import staleness
 from roll_async.config.fields import bounded, derived, option, required, section
 from roll_async.config.policy_loss_options import SELECTS_TOKENS
 from roll_async.config.schema_algorithm import AlgorithmConfig, FilterGroupsConfig, OverlongBufferConfig
@@ -260,27 +259,31 @@ class PipelineConfig:
     @property
     def staleness_bound(self) -> int:
         """Versions that the admission rule produces at most: ceil((1 + r) * k) - 1."""
-        return (
-            ceil_of_product(1 + exact(self.async_generation_ratio), self.async_training.trigger_parameter_sync_step) - 1
-        )
+        sync_every = self.async_training.trigger_parameter_sync_step
+        return staleness.staleness_bound(ratio=self.async_generation_ratio, sync_every=sync_every)
 
     @property
     def default_max_versions(self) -> int:
         """The bound where none is set: staleness_bound, and above it what over-sampling begins ahead, up to 8:
         ceil((1 + r) * k + over-sampled groups / G) - 1.
         """
-        filters, bound = self.algorithm.filter_groups, self.staleness_bound
-        if not (filters.enable and self.is_async):
-            return bound
-        begun, groups = exact(self.async_generation_ratio), self.groups_per_batch
-        batches = (1 + begun) * self.async_training.trigger_parameter_sync_step
-        raised = ceil_of_product(batches + exact(filters.gen_batch_size - groups) / groups, 1) - 1
-        return max(bound, min(8, raised))
+        filters = self.algorithm.filter_groups
+        return staleness.default_max_versions(
+            ratio=self.async_generation_ratio,
+            sync_every=self.async_training.trigger_parameter_sync_step,
+            groups_per_batch=self.groups_per_batch,
+            oversample_groups=filters.gen_batch_size - self.groups_per_batch if filters.enable else 0,
+        )
 
     @property
     def queue_bound_groups(self) -> int:
         """ceil((1 + r) * W): groups admitted beyond the weight pushes that the engines hold."""
-        return ceil_of_product(1 + exact(self.async_generation_ratio), self.sync_window_groups)
+        return staleness.admission_limit(
+            version=0,
+            ratio=self.async_generation_ratio,
+            sync_every=self.async_training.trigger_parameter_sync_step,
+            groups_per_batch=self.groups_per_batch,
+        )
 
     @property
     def is_async(self) -> bool:
@@ -456,13 +459,3 @@ def roles_on_same_devices(config: PipelineConfig) -> tuple[frozenset[str], ...]:
             names, devices = names | found[0], devices | found[1]
         sets.append((names, devices))
     return tuple(names for names, _ in sets)
-
-
-def exact(ratio: float) -> Fraction:
-    """The decimal number that was written: 0.1 is 1/10, so that ceil((1 + 0.1) * 10) is 11 and not 12."""
-    return Fraction(repr(ratio))
-
-
-def ceil_of_product(factor: Fraction, count: int) -> int:
-    """ceil(factor * count), exactly."""
-    return math.ceil(factor * count)

@@ -1,12 +1,18 @@
 """algorithm: what is learned from a batch. The mathematics is in `roll_async/algorithms/`."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from roll_async.config.advantage_options import ADVANTAGE_OPTIONS, AdvantageOptions, GroupAdvantageOptions
+from roll_async.config.advantage_options import (
+    ADVANTAGE_OPTIONS,
+    AdvantageOptions,
+    GroupAdvantageOptions,
+    OwnAdvantageOptions,
+)
 from roll_async.config.correction_options import CorrectionOptions
 from roll_async.config.fields import bounded, derived, option, section
-from roll_async.config.policy_loss_options import POLICY_LOSS_OPTIONS, PolicyLossOptions, PpoOptions
+from roll_async.config.policy_loss_options import POLICY_LOSS_OPTIONS, OwnLossOptions, PolicyLossOptions, PpoOptions
 
 Normalise = Literal["none", "batch", "group", "running"]
 
@@ -45,12 +51,13 @@ class OverlongBufferConfig:
 class AlgorithmConfig:
     """Estimator, loss, corrections and shaping."""
 
-    adv_estimator: str = option("grpo", choices=tuple(ADVANTAGE_OPTIONS))
-    """Advantage; gigpo, step_reinforce and agentic_reinforce are for agentic configs."""
+    adv_estimator: str = option("grpo", choices=tuple(ADVANTAGE_OPTIONS), form="own code")
+    """Advantage, or the dotted path of a function of yours; gigpo, step_reinforce and agentic_reinforce are for agentic
+    configs."""
     adv_options: AdvantageOptions = section(GroupAdvantageOptions, chosen_by="adv_estimator")
     """Options of that estimator."""
-    pg_variant: str = option("ppo", choices=tuple(POLICY_LOSS_OPTIONS))
-    """Policy loss."""
+    pg_variant: str = option("ppo", choices=tuple(POLICY_LOSS_OPTIONS), form="own code")
+    """Policy loss, or the dotted path of a function of yours."""
     pg_options: PolicyLossOptions = section(PpoOptions, chosen_by="pg_variant")
     """Options of that loss."""
     ppo_epochs: int = bounded(1, ">= 1")
@@ -110,3 +117,10 @@ class AlgorithmConfig:
     """Dynamic sampling."""
     overlong_buffer: OverlongBufferConfig = section(OverlongBufferConfig)
     """Overlong reward shaping."""
+
+    def own_code(self) -> Iterator[tuple[str, str, str, Mapping[str, object]]]:
+        """(key, dotted path, key of its options, options) of a loss and an estimator of the user's own."""
+        if isinstance(self.pg_options, OwnLossOptions):
+            yield "algorithm.pg_variant", self.pg_variant, "algorithm.pg_options", self.pg_options.given
+        if isinstance(self.adv_options, OwnAdvantageOptions):
+            yield "algorithm.adv_estimator", self.adv_estimator, "algorithm.adv_options", self.adv_options.given

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
+from roll_async.config.engine_traits import ENGINE_TRAITS, EngineTraits
 from roll_async.config.fields import bounded, chosen, derived, option, required, section
 
 TRAINED_ROLES = ("actor_train", "critic")
@@ -201,6 +202,41 @@ class VllmConfig(ServerConfig):
     core_in_process: bool = True
     """On CPU and with one device per engine: vLLM's core shares the replica's process; false = a process of its own."""
 
+    traits: ClassVar[EngineTraits] = ENGINE_TRAITS["vllm"]
+    attention_backend: ClassVar[None] = None
+
+    # What other libraries name otherwise, by one name; the same in each of the sections below.
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of prompt and response together."""
+        return self.max_model_len
+
+    @property
+    def memory_share(self) -> float:
+        """Share of device memory for weights and KV cache."""
+        return self.gpu_memory_utilization
+
+    @property
+    def running_limit(self) -> int | None:
+        """Requests in one engine step."""
+        return self.max_num_seqs
+
+    @property
+    def batched_tokens(self) -> int | None:
+        """Tokens in one engine step."""
+        return self.max_num_batched_tokens
+
+    @property
+    def eager(self) -> bool:
+        """No CUDA graphs."""
+        return self.enforce_eager
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Requests share the KV cache of equal beginnings."""
+        return self.enable_prefix_caching
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SglangConfig(ServerConfig):
@@ -221,6 +257,34 @@ class SglangConfig(ServerConfig):
     attention_backend: str | None = None
     """Attention kernel by SGLang's name, null = its choice."""
 
+    traits: ClassVar[EngineTraits] = ENGINE_TRAITS["sglang"]
+    block_size: ClassVar[None] = None
+    core_in_process: ClassVar[bool] = False
+
+    @property
+    def context_tokens(self) -> int:
+        return self.context_length
+
+    @property
+    def memory_share(self) -> float:
+        return self.mem_fraction_static
+
+    @property
+    def running_limit(self) -> int | None:
+        return self.max_running_requests
+
+    @property
+    def batched_tokens(self) -> int | None:
+        return self.chunked_prefill_size
+
+    @property
+    def eager(self) -> bool:
+        return self.disable_cuda_graph
+
+    @property
+    def shares_prefixes(self) -> bool:
+        return not self.disable_radix_cache
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HfInferConfig:
@@ -229,8 +293,25 @@ class HfInferConfig:
     extra: Mapping[str, object] = section(dict)
     """Handed to transformers unchanged and unchecked."""
 
+    # It has no keys for these: it is one process on one device, with the context that the run asks for.
+    traits: ClassVar[EngineTraits] = ENGINE_TRAITS["hf_infer"]
+    tensor_parallel_size: ClassVar[int] = 1
+    pipeline_parallel_size: ClassVar[int] = 1
+    load_format: ClassVar[str] = "auto"
+    quantization: ClassVar[None] = None
+    block_size: ClassVar[None] = None
+    attention_backend: ClassVar[None] = None
+    core_in_process: ClassVar[bool] = False
+    context_tokens: ClassVar[None] = None
+    memory_share: ClassVar[float] = 1.0
+    running_limit: ClassVar[None] = None
+    batched_tokens: ClassVar[None] = None
+    eager: ClassVar[bool] = True
+    shares_prefixes: ClassVar[bool] = False
 
-StrategyConfig = MegatronTrainConfig | MegatronInferConfig | VllmConfig | SglangConfig | HfInferConfig
+
+EngineConfig = VllmConfig | SglangConfig | HfInferConfig
+StrategyConfig = MegatronTrainConfig | MegatronInferConfig | EngineConfig
 
 STRATEGIES: dict[str, type] = {
     "megatron_train": MegatronTrainConfig,
@@ -301,18 +382,22 @@ class WorkerConfig:
     @property
     def is_megatron(self) -> bool:
         """Whether Megatron-Core runs the role."""
-        return isinstance(self.strategy_args.strategy_config, MegatronTrainConfig | MegatronInferConfig)
+        return isinstance(self.strategy_args.strategy_config, MegatronConfig)
+
+    @property
+    def engine(self) -> EngineConfig:
+        """Settings of the engine library of a role that Megatron-Core does not run, as actor_infer."""
+        strategy = self.strategy_args.strategy_config
+        assert not isinstance(strategy, MegatronConfig), "a Megatron role has no engine"
+        return strategy
 
     @property
     def model_parallel_size(self) -> int:
         """Ranks that hold one copy of the model."""
-        match self.strategy_args.strategy_config:
-            case MegatronTrainConfig() | MegatronInferConfig() as s:
-                return s.tensor_model_parallel_size * s.pipeline_model_parallel_size * s.context_parallel_size
-            case VllmConfig() | SglangConfig() as s:
-                return s.tensor_parallel_size * s.pipeline_parallel_size
-            case _:
-                return 1
+        s = self.strategy_args.strategy_config
+        if isinstance(s, MegatronConfig):
+            return s.tensor_model_parallel_size * s.pipeline_model_parallel_size * s.context_parallel_size
+        return s.tensor_parallel_size * s.pipeline_parallel_size
 
     @property
     def data_parallel_size(self) -> int:

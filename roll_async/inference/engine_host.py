@@ -7,8 +7,9 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
-from roll_async.inference.protocol import Engine, EngineLoad, EngineReport, PauseMode, Progress
+from roll_async.inference.protocol import EngineLoad, EngineReport, PauseMode, Progress
 from roll_async.inference.stop_strings import safe_end
 from roll_async.observe.memory import peak_bytes
 from roll_async.schema import Completion, ExpertRecord, FinishReason, GenerateRequest, cut_runs
@@ -34,10 +35,28 @@ _REMEMBERED = 4096
 """Number of ids kept of aborts that arrived before their requests."""
 
 
+class HostedEngine(Protocol):
+    """What the host asks of `inference/engine.py: Engine`, or of a simulated one. A dead one raises ConnectionError."""
+
+    async def generate(self, request: GenerateRequest) -> Completion: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+    def progress(self, request_id: str, start: int) -> Completion | None: ...
+
+    async def abort(self, request_ids: Sequence[str]) -> None: ...
+
+    async def pause(self, mode: PauseMode) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    def load(self) -> EngineLoad: ...
+
+
 class EngineHost:
     """Runs submitted requests as tasks and returns finished ones in batches."""
 
-    def __init__(self, engine: Engine, measure_memory: Callable[[], int] = peak_bytes) -> None:
+    def __init__(self, engine: HostedEngine, measure_memory: Callable[[], int] = peak_bytes) -> None:
         """`measure_memory`: of the engine and its processes; a simulated one has none of its own."""
         self._engine, self._measure_memory = engine, measure_memory
         self._tasks: dict[str, asyncio.Task[Completion]] = {}

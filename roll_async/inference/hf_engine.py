@@ -9,24 +9,25 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from torch import Tensor
 
-from roll_async.inference.admission import check_scored, first_of, token_budget
+from roll_async.config.engine_traits import ENGINE_TRAITS
+from roll_async.inference.engine import Engine, Ticket, Tokens, first_of
 from roll_async.inference.hf_weights import WeightTargets
-from roll_async.inference.protocol import EngineCapabilities, EngineLoad, EngineMemory, PauseMode
+from roll_async.inference.protocol import EngineLoad, EngineMemory, PauseMode
 from roll_async.inference.seeds import manager_seed
 from roll_async.inference.settings import TORCH_DTYPES, EngineSettings
-from roll_async.inference.sleeping import KV_CACHE, WEIGHTS, SleepRules, SleepState, levels_up_to
+from roll_async.inference.sleeping import KV_CACHE, WEIGHTS
 from roll_async.inference.staging import Incoming
 from roll_async.inference.storages import Storages
 from roll_async.schema import Completion, FinishReason, GenerateRequest, SamplingParams, WeightVersion
-from roll_async.weight_sync.bucket import STAGED, Bucket, UpdatePlan
+from roll_async.weight_sync.bucket import Bucket, UpdatePlan
 from roll_async.weight_sync.changes import LastExport
-from roll_async.weight_sync.errors import EngineDead, update_errors
+from roll_async.weight_sync.errors import EngineDead
 
 if TYPE_CHECKING:
     from roll_async.inference.hf_experts import ExpertRecorder
@@ -45,56 +46,38 @@ class _SamplingOptions(TypedDict, total=False):
 
 
 @dataclass(eq=False, slots=True)
-class _HfRequest:
-    """One request and its tokens so far."""
+class HfTicket(Ticket):
+    """A request and what the manager has streamed of it."""
 
-    request: GenerateRequest
-    budget: int
-    started_s: float
-    version: WeightVersion = 0
     tokens: Sequence[int] = ()
     logprobs: Sequence[float] = ()
-    submitted: bool = False
     error: str | None = None
     finished: asyncio.Event = field(default_factory=asyncio.Event)
-    returned: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the manager has ended the request, or was told to; what it streams later is not taken."""
 
 
-class HfEngine:
-    """One replica. See `inference/protocol.py: Engine` for the contract of each method."""
+class HfEngine(Engine[HfTicket]):
+    """One replica; `inference/engine.py: Engine` says what each method does."""
+
+    traits, ticket_type = ENGINE_TRAITS["hf_infer"], HfTicket
 
     def __init__(self, settings: EngineSettings) -> None:
-        self._settings = settings
-        self._version: WeightVersion | None = None if settings.random_weights else 0
-        self._mixed = settings.random_weights
-        """The model holds no whole version: nothing is generated until the next commit."""
-        self._running: dict[str, _HfRequest] = {}
+        super().__init__(settings)
         self._truncating, self._num_managers = settings.truncated_sampling, 0
-        self._sleep = SleepRules(levels_up_to(settings.sleep_level))
         self._manager: Any = None
         """Transformers' ContinuousBatchingManager; None while the KV cache is asleep."""
         self._incoming: Incoming | None = None
         self._kept = LastExport()
         self._recorder: ExpertRecorder | None = None
-        self._serving, self._settled, self._idle = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._settled, self._idle = asyncio.Event(), asyncio.Event()
+        """Managers are not being changed; no request runs."""
         self._settled.set()
         self._idle.set()
-        if not settings.random_weights:
-            self._serving.set()
-
-    @property
-    def capabilities(self) -> EngineCapabilities:
-        return EngineCapabilities(keep_in_place=False)
-
-    @property
-    def version(self) -> WeightVersion | None:
-        return self._version
 
     async def start(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        await asyncio.to_thread(self._load)
+        await asyncio.to_thread(self._load_model)
 
-    def _load(self) -> None:
+    def _load_model(self) -> None:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -168,38 +151,41 @@ class HfEngine:
 
     # Requests
 
-    async def generate(self, request: GenerateRequest) -> Completion:
-        self._sleep.need_awake(f"request {request.request_id}")
-        sampling = request.sampling
-        budget = token_budget(request, self._settings)
-        if sampling.stop_strings or sampling.repetition_penalty != 1.0:
+    def _check(self, request: GenerateRequest) -> None:
+        if request.sampling.stop_strings or request.sampling.repetition_penalty != 1.0:
             raise ValueError("hf_infer samples without stop_strings and repetition_penalty; use vllm")
-        run = _HfRequest(request, budget, self._loop.time())
-        self._running[request.request_id] = run
+
+    async def _ready(self, ticket: HfTicket) -> bool:
+        if not self._settled.is_set():
+            await first_of(self._settled, ticket.aborted)
+        elif _truncates(ticket.request.sampling) and not self._truncating:
+            await self._allow_truncation()
+        else:
+            return True
+        return False
+
+    async def _generate(self, ticket: HfTicket) -> Completion:
+        request_id = ticket.request.request_id
         try:
-            if await self._may_start(run):
-                self._submit(run)
-            await run.finished.wait()
-            if run.error is not None:
-                raise RuntimeError(run.error)
-            return self._completion(run)
+            self._submit(ticket)
+            await ticket.finished.wait()
+            if ticket.error is not None:
+                raise RuntimeError(ticket.error)
+            return self._answer(ticket)
         finally:
-            if run.submitted and not run.finished.is_set():  # the caller was cancelled
-                self._manager.cancel_request(request.request_id)
-                run.finished.set()
+            if not ticket.finished.is_set():  # the caller was cancelled
+                self._manager.cancel_request(request_id)
+                ticket.finished.set()
             if self._recorder is not None:
-                self._recorder.forget(request.request_id)
-            del self._running[request.request_id]
-            run.returned.set()
-            self._note_idle()
+                self._recorder.forget(request_id)
+            if not any(other.admitted for other in self._tickets.values() if other is not ticket):
+                self._idle.set()
 
-    async def score(self, token_ids: Sequence[int]) -> array:
-        self._sleep.need_awake("score")
-        check_scored(token_ids, self._settings.max_model_len)
+    async def _score(self, token_ids: Sequence[int]) -> array:
         await self._serving.wait()
-        return await asyncio.to_thread(self._score, list(token_ids))
+        return await asyncio.to_thread(self._logprobs_of, list(token_ids))
 
-    def _score(self, token_ids: list[int]) -> array:
+    def _logprobs_of(self, token_ids: list[int]) -> array:
         """A separate forward pass, concurrent with the manager's: both only read the weights."""
         import torch
 
@@ -214,19 +200,6 @@ class HfEngine:
             found = torch.log_softmax(logits, -1).gather(-1, ids[0, 1:, None])[:, 0]
         return array("f", found.tolist())
 
-    async def _may_start(self, run: _HfRequest) -> bool:
-        """Wait while paused, and until the manager can sample as wanted; False when aborted meanwhile."""
-        while not run.finished.is_set():
-            if not self._serving.is_set():
-                await first_of(self._serving, run.finished)
-            elif not self._settled.is_set():
-                await first_of(self._settled, run.finished)
-            elif _truncates(run.request.sampling) and not self._truncating:
-                await self._allow_truncation()
-            else:
-                return True
-        return False
-
     async def _allow_truncation(self) -> None:
         """Change managers when nothing runs; new requests wait meanwhile, so this ends."""
         self._settled.clear()
@@ -238,23 +211,22 @@ class HfEngine:
         finally:
             self._settled.set()
 
-    def _submit(self, run: _HfRequest) -> None:
+    def _submit(self, ticket: HfTicket) -> None:
         """Submit the request to the manager. Its handler is registered first, because a token may arrive at once."""
-        sampling, request_id = run.request.sampling, run.request.request_id
+        sampling, request_id = ticket.request.sampling, ticket.request.request_id
         options: _SamplingOptions = {"temperature": sampling.temperature or _GREEDY_TEMPERATURE}
         if self._truncating:
             vocab_size = self._model.config.vocab_size  # a larger top_k ends the manager's loop
             top_k = min(sampling.top_k, vocab_size) if sampling.top_k > 0 else vocab_size
             options |= {"top_k": top_k, "top_p": sampling.top_p}
-        run.submitted, run.version = True, self._version or 0
         self._idle.clear()
         if self._recorder is not None:
-            self._recorder.announce(request_id, run.request.recorded_positions)
-        self._manager.register_result_handler(request_id, lambda output: self._received(run, output))
+            self._recorder.announce(request_id, ticket.request.recorded_positions)
+        self._manager.register_result_handler(request_id, lambda output: self._received(ticket, output))
         taken = self._manager.add_request(
-            list(run.request.prompt_token_ids),
+            list(ticket.request.prompt_token_ids),
             request_id=request_id,
-            max_new_tokens=run.budget,
+            max_new_tokens=ticket.budget,
             streaming=True,
             eos_token_id=[*self._eos_ids, *sampling.stop_token_ids],
             **options,
@@ -262,77 +234,57 @@ class HfEngine:
         if taken is None:
             raise EngineDead("the generation loop of Transformers has ended; see the log for its error")
 
-    def _received(self, run: _HfRequest, output) -> None:  # noqa: ANN001 (GenerationOutput; called on the event loop)
-        if run.finished.is_set():
+    def _received(self, ticket: HfTicket, output) -> None:  # noqa: ANN001 (GenerationOutput; called on the event loop)
+        if ticket.finished.is_set():
             return
-        run.tokens, run.logprobs = output.generated_tokens, output.logprobs
+        ticket.tokens, ticket.logprobs = output.generated_tokens, output.logprobs
         if output.error is not None:
-            run.error = str(output.error)
-        if output.is_finished() or run.error is not None:
-            run.finished.set()
+            ticket.error = str(output.error)
+        if output.is_finished() or ticket.error is not None:
+            ticket.finished.set()
 
-    def _note_idle(self) -> None:
-        if not any(r.submitted for r in self._running.values()):
-            self._idle.set()
-
-    def _completion(self, run: _HfRequest) -> Completion:
-        tokens = run.tokens
-        if tokens and tokens[-1] in self._stops(run):
+    def _answer(self, ticket: HfTicket) -> Completion:
+        tokens, budget = ticket.tokens, ticket.budget
+        if tokens and tokens[-1] in self._stops(ticket):
             reason = FinishReason.STOP
         else:
-            reason = FinishReason.LENGTH if len(tokens) >= run.budget else FinishReason.ABORT
+            reason = FinishReason.LENGTH if len(tokens) >= budget else FinishReason.ABORT
         experts = None
         if self._recorder is not None:
-            fed = len(run.request.prompt_token_ids) + len(tokens) - 1 if tokens else run.request.recorded_positions
-            experts = self._recorder.take(run.request.request_id, fed)
-        return Completion(
-            request_id=run.request.request_id,
-            token_ids=array("i", tokens),
-            logprobs=array("f", run.logprobs),
-            version_runs=((run.version, len(tokens)),) if tokens else (),
-            finish_reason=reason,
-            generation_s=self._loop.time() - run.started_s,
-            experts=experts,
-        )
+            request = ticket.request
+            fed = len(request.prompt_token_ids) + len(tokens) - 1 if tokens else request.recorded_positions
+            experts = self._recorder.take(request.request_id, fed)
+        return self._completion(ticket, self._part(ticket, 0, len(tokens)), reason, experts)
+
+    def _so_far(self, ticket: HfTicket, start: int) -> Tokens | None:
+        if ticket.finished.is_set():
+            return None
+        end = len(ticket.tokens)
+        if end and (end >= ticket.budget or ticket.tokens[-1] in self._stops(ticket)):
+            end -= 1  # the one that ends the request comes with its end
+        return self._part(ticket, start, end) if end > start else None
+
+    @staticmethod
+    def _part(ticket: HfTicket, start: int, end: int) -> Tokens:
+        """The tokens [start, end): all of one version, no request outlives an update."""
+        runs = ((ticket.version, end - start),) if end > start else ()
+        return Tokens(array("i", ticket.tokens[start:end]), array("f", ticket.logprobs[start:end]), runs)
+
+    def _stops(self, ticket: HfTicket) -> set[int]:
+        """Token ids that end a response."""
+        return {*self._eos_ids, *ticket.request.sampling.stop_token_ids}
 
     def decode(self, token_ids: Sequence[int]) -> str:
         raise RuntimeError("hf_infer has no stop strings, and no text")
 
-    def progress(self, request_id: str, start: int) -> Completion | None:
-        run = self._running.get(request_id)
-        if run is None or run.finished.is_set():
-            return None
-        end = len(run.tokens)
-        if end and (end >= run.budget or run.tokens[-1] in self._stops(run)):
-            end -= 1  # the one that ends the request comes with its end
-        if end <= start:
-            return None
-        return Completion(
-            request_id=request_id,
-            token_ids=array("i", run.tokens[start:end]),
-            logprobs=array("f", run.logprobs[start:end]),
-            version_runs=((run.version, end - start),),
-            finish_reason=FinishReason.ABORT,
-            generation_s=self._loop.time() - run.started_s,
-        )
-
-    def _stops(self, run: _HfRequest) -> set[int]:
-        """Token ids that end a response."""
-        return {*self._eos_ids, *run.request.sampling.stop_token_ids}
-
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        await self._stop([self._running[i] for i in request_ids if i in self._running])
-
-    async def _stop(self, runs: Iterable[_HfRequest]) -> None:
-        runs = list(runs)
-        running = [r for r in runs if r.submitted and not r.finished.is_set()]
-        for run in running:
-            self._manager.cancel_request(run.request.request_id)
+    async def _abort(self, tickets: Sequence[HfTicket]) -> None:
+        running = [ticket for ticket in tickets if not ticket.finished.is_set()]
+        for ticket in running:
+            self._manager.cancel_request(ticket.request.request_id)
         if running:
             await asyncio.to_thread(self._end_of_step)
-        for run in runs:
-            run.finished.set()
-        await asyncio.gather(*(run.returned.wait() for run in runs))
+        for ticket in tickets:
+            ticket.finished.set()
 
     def _end_of_step(self) -> None:
         """Returns between two steps; requests cancelled before the call are not in the next one."""
@@ -340,44 +292,25 @@ class HfEngine:
             with self._manager.pause():
                 pass
 
-    async def pause(self, mode: PauseMode) -> None:
-        if mode is PauseMode.KEEP:
-            raise ValueError("interrupt.mode keep is not possible with hf_infer; use resume")
-        self._serving.clear()
-        await self._stop([r for r in self._running.values() if r.submitted])
-        await self._settled.wait()
-
-    async def resume(self) -> None:
-        self._sleep.need_awake("resume")
-        if self._mixed:
-            raise RuntimeError("resume without whole weights: the last update did not come to its commit")
-        self._serving.set()
+    async def _halt(self, mode: PauseMode, tickets: Sequence[HfTicket]) -> None:
+        await self._end(tickets)
+        await self._settled.wait()  # managers may be changing, which waits for the last request to end
 
     # Weights
 
-    async def begin_update(self, plan: UpdatePlan) -> None:
-        self._sleep.need_weights("begin_update")
-        in_place = plan.transport not in STAGED
-        if in_place and self._serving.is_set():
-            raise RuntimeError(f"begin_update over {plan.transport} changes the served weights; pause the engine first")
-        with update_errors("begin_update"):
-            self._give_up()
-            self._mixed = self._mixed or in_place
-            self._incoming = Incoming(plan, self._targets.names, self._kept)
+    async def _begin(self, plan: UpdatePlan) -> None:
+        self._incoming = Incoming(plan, self._targets.names, self._kept)
 
-    def _give_up(self) -> None:
-        """Discard an update that was not committed."""
+    async def _drop(self) -> None:
         if self._incoming is not None:
             self._incoming.close()
             self._incoming = None
 
-    async def load_bucket(self, bucket: Bucket) -> None:
-        if self._incoming is None:
-            raise RuntimeError("load_bucket without begin_update")
-        with update_errors("load_bucket"):
-            await asyncio.to_thread(self._take_in, self._incoming, bucket)
+    async def _take_in(self, bucket: Bucket) -> None:
+        assert self._incoming is not None
+        await asyncio.to_thread(self._take, self._incoming, bucket)
 
-    def _take_in(self, incoming: Incoming, bucket: Bucket) -> None:
+    def _take(self, incoming: Incoming, bucket: Bucket) -> None:
         tensors = incoming.take_in(bucket)
         if incoming.in_place:
             self._copy(tensors)
@@ -393,52 +326,34 @@ class HfEngine:
         if self._settings.device != "cpu":
             torch.cuda.synchronize()  # the manager computes on a separate stream
 
-    async def finish_update(self) -> str:
-        if self._incoming is None:
-            raise RuntimeError("finish_update without begin_update")
-        with update_errors("finish_update"):
-            return self._incoming.finish()
+    async def _digest(self) -> str:
+        assert self._incoming is not None
+        return self._incoming.finish()
 
-    async def commit(self, version: WeightVersion) -> None:
-        self._sleep.need_weights("commit")
-        if self._incoming is None:
-            raise RuntimeError("commit without a whole update")
-        if self._serving.is_set():
-            raise RuntimeError("commit on a running engine; pause it first")
-        with update_errors("commit"):
-            self._incoming.need_whole()
-            self._mixed = True
-            await asyncio.to_thread(self._copy, self._incoming.staged)
-            self._incoming.committed()
+    def _need_whole_update(self) -> None:
+        assert self._incoming is not None
+        self._incoming.need_whole()
+
+    async def _swap(self, version: WeightVersion) -> None:
+        assert self._incoming is not None
+        await asyncio.to_thread(self._copy, self._incoming.staged)
+        self._incoming.committed()
         self._incoming = None
-        self._version, self._mixed = version, False
 
     # Sleep
 
-    @property
-    def sleep_state(self) -> SleepState:
-        return self._sleep.state
-
-    async def sleep(self, level: int) -> None:
-        running = sum(run.submitted for run in self._running.values())
-        if not self._sleep.may_sleep(level, paused=not self._serving.is_set(), num_running=running):
-            return
-        self._give_up()  # an update in progress would write into released memory
+    async def _release(self, level: int) -> None:
         if level == 2:
-            self._mixed = True
-            self._kept.frozen.forget()
+            self._kept.frozen.forget()  # proved once, and gone now
         await asyncio.to_thread(self._manager.stop, True)
         self._manager = None  # and the KV cache with it
         await asyncio.to_thread(self._weights.release, keep_content=level == 1)
-        self._sleep.fell_asleep(level)
 
-    async def wake(self, tags: Sequence[str]) -> None:
-        wanted = self._sleep.to_wake(tags)
-        if WEIGHTS in wanted:
+    async def _restore(self, tags: Sequence[str]) -> None:
+        if WEIGHTS in tags:
             await asyncio.to_thread(self._weights.restore)
-        if KV_CACHE in wanted:
+        if KV_CACHE in tags:
             self._manager = await asyncio.to_thread(self._new_manager)
-        self._sleep.woke(wanted)
 
     def memory(self) -> EngineMemory:
         return EngineMemory(
@@ -455,17 +370,16 @@ class HfEngine:
         return entries * self._num_pages * _PAGE_TOKENS * self._model.dtype.itemsize
 
     def load(self) -> EngineLoad:
-        active = sum(r.submitted for r in self._running.values())
-        running = min(active, self._settings.max_running)
+        running = min(sum(ticket.admitted for ticket in self._tickets.values()), self._settings.max_running)
         return EngineLoad(
             running=running,
-            waiting=len(self._running) - running,
+            waiting=len(self._tickets) - running,
             free_kv_fraction=1 - running / self._settings.max_running,
         )
 
     async def close(self) -> None:
         self._serving.clear()
-        await self._stop(self._running.values())
+        await self._end(self._tickets.values())
         if self._manager is not None:
             await asyncio.to_thread(self._manager.stop, True)
 

@@ -1,7 +1,7 @@
-"""The interface of one engine replica, the same for every library.
+"""What one engine replica and its callers exchange, the same for every library.
 
-An `Engine` lives in one process and is plain asyncio. `cluster/` puts it into a Ray actor, `rollout/` talks to many of
-them through `rollout/protocol.py: Replica`.
+An `Engine` (`inference/engine.py`) lives in one process and is plain asyncio. `cluster/` puts it into a Ray actor,
+`rollout/` talks to many of them through `rollout/protocol.py: Replica`.
 
 Life of a weight update (version v is served only after `commit`):
 
@@ -21,15 +21,11 @@ Where trainer and engine share devices, a replica sleeps while the trainer works
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from roll_async.inference.sleeping import SleepState
-from roll_async.schema import Completion, GenerateRequest, WeightVersion
-from roll_async.weight_sync.bucket import Bucket, UpdatePlan
+from roll_async.schema import Completion
 
 
 class PauseMode(str, Enum):
@@ -121,103 +117,6 @@ class EngineReport:
     load: EngineLoad
     progress: tuple[Progress, ...] = ()
     """Of running requests; every few seconds, not in every report."""
-
-
-class Engine(Protocol):
-    """One replica."""
-
-    @property
-    def capabilities(self) -> EngineCapabilities: ...
-
-    @property
-    def version(self) -> WeightVersion | None:
-        """Weights it serves; None until the first commit when it started with random weights (`load_format: dummy`)."""
-
-    async def start(self) -> None:
-        """Load the model. Raises ValueError for settings a user can fix, RuntimeError when the library fails."""
-
-    async def generate(self, request: GenerateRequest) -> Completion:
-        """Run one request to its end, or to an abort. One log-prob and one weight version per token.
-        With `EngineSettings.record_experts` also the experts of every position read from `recorded_positions` on.
-
-        Raises ValueError when the request can not fit (prompt longer than the context).
-        """
-        ...
-
-    async def score(self, token_ids: Sequence[int]) -> array:
-        """Log-prob of every token except the first, given those before it, under the weights now served: float32
-        [n - 1], of the whole distribution at temperature 1, independent of sampling parameters. Waits while paused.
-
-        Raises ValueError for fewer than two tokens, or more than the context has.
-        """
-        ...
-
-    def progress(self, request_id: str, start: int) -> Completion | None:
-        """The tokens of a running request from its token `start` on, as the piece of a `Progress`; None when there is
-        none.
-
-        The call does not end the request, and reported tokens stay valid: the request can continue from them on
-        another replica. The host handles a stop string whose first part they contain (`stop_strings.py`).
-        """
-        ...
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of these tokens. Only asked for requests with stop strings."""
-        ...
-
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        """End these requests; their `generate` calls have returned (FinishReason.ABORT) before this returns. Unknown
-        ids are ignored.
-        """
-
-    async def pause(self, mode: PauseMode) -> None:
-        """After this returns no token is sampled until `resume`. New `generate` calls wait."""
-
-    async def resume(self) -> None: ...
-
-    async def begin_update(self, plan: UpdatePlan) -> None:
-        """Expect the buckets of a version; an earlier update that was not committed is given up."""
-
-    async def load_bucket(self, bucket: Bucket) -> None:
-        """Take one bucket in. The sender may reuse its memory afterwards, if the transport is not a staged one."""
-
-    async def finish_update(self) -> str:
-        """Digest over what was taken in (see `weight_sync/digest.py`)."""
-        ...
-
-    async def commit(self, version: WeightVersion) -> None:
-        """Swap the weights in and drop the prefix cache: tokens sampled from now on carry this version.
-
-        The replica must be paused. Raises RuntimeError when the update is not whole; it then needs another one.
-        """
-
-    @property
-    def sleep_state(self) -> SleepState:
-        """The device memory that the replica holds now."""
-        ...
-
-    async def sleep(self, level: int) -> None:
-        """Release device memory. Level 1: the KV cache is released, the weights move to host memory. Level 2: both are
-        released, and `resume` is refused until a `commit` has loaded weights.
-
-        The replica must be paused with no request running. While it sleeps `generate`, `resume`, `begin_update` and
-        `commit` raise RuntimeError; the prefix cache is empty afterwards. Nothing happens if it sleeps at this level.
-        Raises ValueError for a level that the replica was not started for (`EngineSettings.sleep_level`).
-        """
-
-    async def wake(self, tags: Sequence[str]) -> None:
-        """Allocate memory again: `["weights"]`, then `["kv_cache"]`, or both at once; what is awake is unchanged. The
-        replica stays paused. With weights alone it accepts updates and cannot generate.
-
-        Raises ValueError for an unknown tag, RuntimeError for a KV cache without weights.
-        """
-
-    def memory(self) -> EngineMemory: ...
-
-    def load(self) -> EngineLoad: ...
-
-    async def close(self) -> None:
-        """Release devices and child processes; running requests end with ABORT."""
 
 
 class Follower(Protocol):

@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from roll_async.config.schema import (
-    GeneratingArguments,
-    PipelineConfig,
-    SglangConfig,
-    VllmConfig,
-    roles_on_engine_devices,
-)
+from roll_async.config.schema import GeneratingArguments, PipelineConfig, roles_on_engine_devices
 from roll_async.inference.seeds import replica_seed
 from roll_async.weight_sync.adapters import AdapterShape, adapters_of
 
@@ -81,55 +75,36 @@ class EngineSettings:
     @classmethod
     def of(cls, config: PipelineConfig, *, replica: int, restart: int) -> EngineSettings:
         """One replica of actor_infer, as the config has it. `restart`: how often it was started before."""
-        role = config.actor_infer
-        strategy = role.strategy_args.strategy_config
-        common: dict[str, object] = {
-            "model_folder": role.model_args.model_name_or_path,
-            "dtype": role.model_args.dtype,
-            "device": "cpu" if role.device_mapping is None else "cuda",
-            "max_model_len": config.longest_sequence,
-            "seed": replica_seed(config.seed, replica, restart),
-            "attention": "flash_attention_2" if role.model_args.attn_implementation == "fa2" else "sdpa",
-            "stop_strings": any(a.stop_strings for a in _all_generating_args(config)),
-            "truncated_sampling": any(a.top_k > 0 or a.top_p < 1 for a in _all_generating_args(config)),
-            "record_experts": config.actor_train.router_replay,
-            "sleep_level": 2 if roles_on_engine_devices(config) else 0,
-            "adapter": adapters_of(config),
-            "extra": strategy.extra,
-        }
-        match strategy:
-            case VllmConfig():
-                common |= {
-                    "tensor_parallel_size": strategy.tensor_parallel_size,
-                    "pipeline_parallel_size": strategy.pipeline_parallel_size,
-                    "memory_fraction": strategy.gpu_memory_utilization,
-                    "block_size": strategy.block_size,
-                    "random_weights": strategy.load_format == "dummy",
-                    "max_model_len": strategy.max_model_len,
-                    "max_running": strategy.max_num_seqs or config.async_training.max_concurrent_per_server,
-                    "max_num_batched_tokens": strategy.max_num_batched_tokens,
-                    "enforce_eager": strategy.enforce_eager,
-                    "enable_prefix_caching": strategy.enable_prefix_caching,
-                    "quantization": strategy.quantization,
-                    "core_in_process": strategy.core_in_process,
-                }
-            case SglangConfig():
-                common |= {
-                    "tensor_parallel_size": strategy.tensor_parallel_size,
-                    "pipeline_parallel_size": strategy.pipeline_parallel_size,
-                    "memory_fraction": strategy.mem_fraction_static,
-                    "random_weights": strategy.load_format == "dummy",
-                    "max_model_len": strategy.context_length,
-                    "max_running": strategy.max_running_requests or config.async_training.max_concurrent_per_server,
-                    "max_num_batched_tokens": strategy.chunked_prefill_size,
-                    "enforce_eager": strategy.disable_cuda_graph,
-                    "attention_backend": strategy.attention_backend,
-                    "enable_prefix_caching": not strategy.disable_radix_cache,
-                    "quantization": strategy.quantization,
-                }
-            case _:
-                common["max_running"] = role.infer_batch_size
-        return cls(**common)  # type: ignore[arg-type]
+        role, engine, sampled = config.actor_infer, config.actor_infer.engine, _all_generating_args(config)
+        own_limit = (
+            config.async_training.max_concurrent_per_server if engine.traits.forms_batches else role.infer_batch_size
+        )
+        return cls(
+            model_folder=role.model_args.model_name_or_path,
+            dtype=role.model_args.dtype,
+            device="cpu" if role.device_mapping is None else "cuda",
+            max_model_len=engine.context_tokens or config.longest_sequence,
+            seed=replica_seed(config.seed, replica, restart),
+            attention="flash_attention_2" if role.model_args.attn_implementation == "fa2" else "sdpa",
+            attention_backend=engine.attention_backend,
+            max_running=engine.running_limit or own_limit,
+            max_num_batched_tokens=engine.batched_tokens,
+            tensor_parallel_size=engine.tensor_parallel_size,
+            pipeline_parallel_size=engine.pipeline_parallel_size,
+            memory_fraction=engine.memory_share,
+            core_in_process=engine.core_in_process,
+            block_size=engine.block_size,
+            random_weights=engine.load_format == "dummy",
+            enforce_eager=engine.eager,
+            enable_prefix_caching=engine.shares_prefixes,
+            quantization=engine.quantization,
+            stop_strings=any(a.stop_strings for a in sampled),
+            truncated_sampling=any(a.top_k > 0 or a.top_p < 1 for a in sampled),
+            record_experts=config.actor_train.router_replay,
+            sleep_level=2 if roles_on_engine_devices(config) else 0,
+            adapter=adapters_of(config),
+            extra=engine.extra,
+        )
 
 
 TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}

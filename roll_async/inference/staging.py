@@ -9,7 +9,7 @@ from torch import Tensor
 from roll_async.weight_sync.bucket import STAGED, Bucket, Content, UpdatePlan, is_adapter
 from roll_async.weight_sync.changes import LastExport
 from roll_async.weight_sync.digest import of_replica
-from roll_async.weight_sync.transports import open_receiver
+from roll_async.weight_sync.transfer import open_receiver
 
 
 class Incoming:

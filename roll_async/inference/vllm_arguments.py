@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from roll_async.checkpoint.hf_folder import HfFolder
+from roll_async.config.engine_traits import ENGINE_TRAITS
 from roll_async.inference.backends import refuse_attention_on_cpu
 from roll_async.inference.processes import own_children
 from roll_async.inference.settings import TORCH_DTYPES, EngineSettings
@@ -61,7 +62,7 @@ def engine_arguments(settings: EngineSettings) -> AsyncEngineArgs:
 
 def _check_attention(model_folder: str) -> None:
     """Raises ValueError for a model whose attention vLLM's CPU build lacks."""
-    refuse_attention_on_cpu(HfFolder(model_folder).config)
+    refuse_attention_on_cpu(HfFolder(model_folder).config, ENGINE_TRAITS["vllm"])
 
 
 def _check_span(settings: EngineSettings) -> None:

@@ -46,7 +46,7 @@ class InProcessLLM:
         gc.freeze()  # vLLM collects everything three times while it starts, and its imports are a million objects
         self._engine = LLMEngine.from_engine_args(arguments)
         self.vllm_config, self.model_config = self._engine.vllm_config, self._engine.model_config
-        self.output_processor = self._engine.output_processor
+        self.output_processor, self.get_tokenizer = self._engine.output_processor, self._engine.get_tokenizer
         self.engine_core = self
         self._core = self._engine.engine_core.engine_core  # type: ignore[attr-defined]
         self.scheduler = self._core.scheduler

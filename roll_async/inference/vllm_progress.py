@@ -9,25 +9,16 @@ from __future__ import annotations
 
 import logging
 from array import array
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from roll_async.schema import VersionRuns, WeightVersion, cut_runs
+from roll_async.inference.engine import Tokens
+from roll_async.schema import WeightVersion, cut_runs
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestState
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """Part of an answer: R tokens."""
-
-    token_ids: array  # [R] int32
-    logprobs: array  # [R] float32
-    version_runs: VersionRuns
 
 
 class ProgressReader:

@@ -25,8 +25,7 @@ from roll_async.inference.vllm_packed import packed_bytes
 from roll_async.inference.vllm_reload import Reload
 from roll_async.weight_sync.bucket import STAGED, Content, UpdatePlan, is_adapter
 from roll_async.weight_sync.changes import LastExport
-from roll_async.weight_sync.receiving import Receiver
-from roll_async.weight_sync.transports import open_receiver
+from roll_async.weight_sync.transfer import Receiver, open_receiver
 
 end_with_owner()
 

@@ -16,7 +16,7 @@ from roll_async.agents.protocol import is_agent
 from roll_async.agents.rendering import TemplateRenderer
 from roll_async.agents.session import RENDERING_THREADS, SessionOptions
 from roll_async.agents.tasks import Tasks
-from roll_async.agents.tools.toolbox import Toolbox, ToolSpec, check_tool, open_tools
+from roll_async.agents.tools.toolbox import ToolSpec, check_tool, open_tools, toolbox_of
 from roll_async.config.schema import AgenticConfig, EnvConfig, EnvManagerConfig
 from roll_async.envs.pool import WorldPool
 from roll_async.envs.registry import WorldSpec, build, check
@@ -100,7 +100,7 @@ async def _tag_plan(config: AgenticConfig, tag: str, env: EnvConfig, stack: Asyn
             system_template=env.agent_system_template,
             turn_template=env.agent_template,
         ),
-        toolbox=Toolbox(tools, timeout_s=config.fault.env_timeout),
+        toolbox=toolbox_of(tools, timeout_s=config.fault.env_timeout),
         agent=build(spec) if is_agent(env.env_type) else None,
         max_concurrent=env.max_concurrent,
     )

@@ -16,8 +16,6 @@ from roll_async.config.schema import (
     MegatronInferConfig,
     MegatronTrainConfig,
     PipelineConfig,
-    SglangConfig,
-    VllmConfig,
     WorkerConfig,
 )
 from roll_async.trainer.megatron.memory_estimate import RankMemory, rank_memory
@@ -175,27 +173,25 @@ def _trainer(config: PipelineConfig, role: WorkerConfig) -> RankMemory:
 
 
 def _engine(role: WorkerConfig, device_bytes: int) -> EngineBytes:
-    strategy, model = role.strategy_args.strategy_config, _model(role)
-    ranks, stages, share, longest = 1, 1, 1.0, 0
-    if isinstance(strategy, VllmConfig):
-        share, longest = strategy.gpu_memory_utilization, strategy.max_model_len
-    elif isinstance(strategy, SglangConfig):
-        share, longest = strategy.mem_fraction_static, strategy.context_length
-    if isinstance(strategy, VllmConfig | SglangConfig):
-        ranks, stages = strategy.tensor_parallel_size, strategy.pipeline_parallel_size
+    engine, model = role.engine, _model(role)
+    ranks, stages = engine.tensor_parallel_size, engine.pipeline_parallel_size
     settings = MegatronSettings(
         model_folder="",
         dtype=role.model_args.dtype,
         parallel=ParallelSizes(tensor=ranks, pipeline=stages, expert_tensor=ranks),
     )
     weights = rank_memory(model, settings, ranks * stages).weights
-    if isinstance(strategy, VllmConfig | SglangConfig) and strategy.quantization == "fp8":
+    if engine.quantization == "fp8":
         weights //= 2
-    reserved = int(share * device_bytes)
+    reserved = int(engine.memory_share * device_bytes)
     kv = reserved - weights - ENGINE_WORK_BYTES
     per_token = _kv_bytes_per_token(model, ranks) // stages
     return EngineBytes(
-        weights=weights, reserved=reserved, kv=max(0, kv), kv_tokens=max(0, kv) // per_token, longest=longest
+        weights=weights,
+        reserved=reserved,
+        kv=max(0, kv),
+        kv_tokens=max(0, kv) // per_token,
+        longest=engine.context_tokens or 0,
     )
 
 

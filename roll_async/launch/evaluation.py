@@ -1,7 +1,7 @@
 """The measurement of a validation without a run: of a model folder on engines, or of an address.
 
     folder   engines and reward host on Ray  --> ChatCompletionScheduler --\\
-             engines on Ray, worlds          --> AgentGroups --------------+--> wire.wire_validation --> sets, samples
+             engines on Ray, worlds          --> AgentGroups --------------+--> pipelines/validation --> sets, samples
     address  chats over HTTP, reward workers --> EndpointSource ----------/
 """
 
@@ -24,8 +24,7 @@ from roll_async.inference.endpoint import ChatEndpoint, EndpointOptions, Refused
 from roll_async.launch.agents import agent_parts, group_options, validation_tasks
 from roll_async.launch.roles import loading_weights, start_without_training
 from roll_async.launch.rollout import data_options, held_out_of, start_scorer
-from roll_async.pipelines.validation import AnswersPrompts, HeldOut, SetSampling, ValidationPlace
-from roll_async.pipelines.wire import wire_validation
+from roll_async.pipelines.validation import AnswersPrompts, HeldOut, SetSampling, Validation
 from roll_async.prompts.rows import BadRows, read_rows
 from roll_async.prompts.tokenizer import load_tokenizer
 from roll_async.rewards.router import RewardRouter
@@ -88,8 +87,7 @@ async def evaluate_folder(config: PipelineConfig, stack: AsyncExitStack) -> Eval
         held_out, beside = await asyncio.to_thread(held_out_of, config), partial(_start_rewards, config, stack)
     source, manager = await start_without_training(config, beside, stack)
     report = Report(config)
-    place = ValidationPlace(lambda: 0, on_answers=report.add)
-    measure = wire_validation(source(manager), manager, held_out, _sampling(config), place)
+    measure = Validation(_sets(config, held_out), source(manager), manager, lambda: 0, on_answers=report.add)
     with after_start():
         return report.evaluation(await measure(0))
 
@@ -120,13 +118,14 @@ async def evaluate_address(config: RLVRConfig, options: EndpointOptions, stack: 
     await router.start()
     stack.push_async_callback(router.close)
     report = Report(config)
-    place = ValidationPlace(lambda: 0, on_answers=report.add)
-    measure = wire_validation(EndpointSource(config, endpoint, router), None, held_out, _sampling(config), place)
+    source = EndpointSource(config, endpoint, router)
+    measure = Validation(_sets(config, held_out), source, None, lambda: 0, on_answers=report.add)
     return report.evaluation(await measure(0))
 
 
-def _sampling(config: PipelineConfig) -> dict[str, SetSampling]:
-    return {name: SetSampling.of(args) for name, args in config.validation_sampling.items()}
+def _sets(config: PipelineConfig, held_out: Mapping[str, Sequence[Prompt]]) -> list[HeldOut]:
+    sampling = config.validation_sampling
+    return [HeldOut(name, prompts, SetSampling.of(sampling[name])) for name, prompts in held_out.items()]
 
 
 class EndpointSource:

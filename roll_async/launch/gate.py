@@ -22,14 +22,11 @@ from roll_async.config.lookup import find_config
 from roll_async.config.rules.every import placed
 from roll_async.config.schema import (
     AgenticConfig,
-    HfInferConfig,
     MegatronInferConfig,
     MegatronTrainConfig,
     ModelArguments,
     PipelineConfig,
     RLVRConfig,
-    SglangConfig,
-    VllmConfig,
     WorkerConfig,
     roles_on_engine_devices,
 )
@@ -112,7 +109,8 @@ def require_devices(loaded: Loaded) -> None:
 
 
 def require_inputs(loaded: Loaded) -> None:
-    """Raises ConfigError (C204) for packages, model folders, prompt files and worlds that are not on this machine.
+    """Raises ConfigError (C204) for packages, model folders, prompt files and worlds that are not on this machine, and
+    for an own loss or estimator that fails on two rows.
     Called where the run starts only: a config may be validated on another machine.
     """
     lacking = missing_packages(loaded.config, engines=runs_here(loaded.config))
@@ -124,6 +122,11 @@ def require_inputs(loaded: Loaded) -> None:
             check_agents(loaded.config)
         except ValueError as error:
             found.append(_keyed(str(error)))
+    algorithm = loaded.config.algorithm
+    if any(algorithm.own_code()) and not lacking:
+        from roll_async.algorithms.own_code import unusable_code  # torch, which other configs do not wait for
+
+        found += unusable_code(algorithm)
     if found:
         errors = (placed("C204", key, text, loaded.root) for key, text in found)
         raise ConfigError((*loaded.warnings, *errors))
@@ -167,7 +170,7 @@ def _devices(config: PipelineConfig) -> Iterator[str]:
     if engines.device_mapping is None:
         return
     size, per_node = len(engines.device_mapping) // config.num_servers, config.num_gpus_per_node
-    strategy = engines.strategy_args.strategy_config
+    traits = config.actor_infer.engine.traits
     for first in range(0, len(engines.device_mapping), size):
         devices = engines.device_mapping[first : first + size]
         by_node = of_nodes(devices, per_node)
@@ -176,11 +179,11 @@ def _devices(config: PipelineConfig) -> Iterator[str]:
         what = f"actor_infer.device_mapping: devices {list(devices)} of one replica"
         if problem := uneven(by_node):
             yield f"{what} {problem}; order them by nodes (num_gpus_per_node={per_node})"
-        elif isinstance(strategy, SglangConfig) and strategy.pipeline_parallel_size > 1:
+        elif config.actor_infer.engine.pipeline_parallel_size > 1 and not traits.stages_over_nodes:
             yield (
-                f"{what} lie on nodes {[node for node, _ in by_node]}, and SGLang sends weights to other nodes in a "
-                "group that knows tensor-parallel ranks alone; use pipeline_parallel_size: 1, or vllm, or order them "
-                "so that the devices of a replica share a node"
+                f"{what} lie on nodes {[node for node, _ in by_node]}, and {traits.title} sends weights to other "
+                "nodes in a group that knows tensor-parallel ranks alone; use pipeline_parallel_size: 1, or vllm, or "
+                "order them so that the devices of a replica share a node"
             )
         elif roles := roles_on_engine_devices(config):
             yield (
@@ -257,14 +260,14 @@ def _engine(config: PipelineConfig) -> list[str]:
             problems.append(
                 f"{section}.generating_args.logprobs=false has no effect: engines always report log-probs; remove it"
             )
-    if isinstance(config.actor_infer.strategy_args.strategy_config, HfInferConfig):
+    if not (traits := config.actor_infer.engine.traits).samples_all:
         vllm = "set actor_infer.strategy_args.strategy_name: vllm"
         if generating.stop_strings:
-            problems.append(f"actor_infer.generating_args.stop_strings: hf_infer samples without them; {vllm}")
+            problems.append(f"actor_infer.generating_args.stop_strings: {traits.title} samples without them; {vllm}")
         if generating.repetition_penalty != 1:
             value = f"{generating.repetition_penalty:g}"
             problems.append(
-                f"actor_infer.generating_args.repetition_penalty={value}: hf_infer samples without it; {vllm}"
+                f"actor_infer.generating_args.repetition_penalty={value}: {traits.title} samples without it; {vllm}"
             )
     return problems
 
@@ -279,38 +282,34 @@ def _adapters(config: PipelineConfig) -> list[str]:
 
 
 def _quantized_on_cpu(config: PipelineConfig) -> list[str]:
-    strategy = config.actor_infer.strategy_args.strategy_config
-    if not isinstance(strategy, VllmConfig | SglangConfig) or strategy.quantization is None:
-        return []
-    if config.actor_infer.device_mapping is not None:
+    wanted = config.actor_infer.engine.quantization
+    if wanted is None or config.actor_infer.device_mapping is not None:
         return []
     key = "actor_infer.strategy_args.strategy_config.quantization"
-    return [f"{key}={strategy.quantization}: the engines have no such kernels on CPU; remove it, or set device_mapping"]
+    return [f"{key}={wanted}: the engines have no such kernels on CPU; remove it, or set device_mapping"]
 
 
 def _stages_on_cpu(config: PipelineConfig) -> list[str]:
-    strategy = config.actor_infer.strategy_args.strategy_config
-    if not isinstance(strategy, VllmConfig) or strategy.pipeline_parallel_size == 1:
-        return []
-    if config.actor_infer.device_mapping is not None:
+    stages, traits = config.actor_infer.engine.pipeline_parallel_size, config.actor_infer.engine.traits
+    if stages == 1 or traits.stages_on_cpu or config.actor_infer.device_mapping is not None:
         return []
     key = "actor_infer.strategy_args.strategy_config.pipeline_parallel_size"
     return [
-        f"{key}={strategy.pipeline_parallel_size}: vLLM's CPU build makes no buffers for what its stages hand on, and "
+        f"{key}={stages}: {traits.title}'s CPU build makes no buffers for what its stages hand on, and "
         "fails at its first step; set it to 1, or set device_mapping"
     ]
 
 
 def _cannot_record(config: PipelineConfig) -> list[str]:
     """Why vLLM could not report the experts that it used."""
-    key, strategy = "actor_infer.strategy_args.strategy_config", config.actor_infer.strategy_args.strategy_config
-    if not isinstance(strategy, VllmConfig):
+    key, engine = "actor_infer.strategy_args.strategy_config", config.actor_infer.engine
+    if engine.traits.records_whole:
         return []
     problems = []
-    if not strategy.enable_prefix_caching:
+    if not engine.shares_prefixes:
         problems.append(f"{key}.enable_prefix_caching=false: vLLM records experts beside its prefix cache")
-    if strategy.pipeline_parallel_size > 1:
-        size = strategy.pipeline_parallel_size
+    if engine.pipeline_parallel_size > 1:
+        size = engine.pipeline_parallel_size
         problems.append(f"{key}.pipeline_parallel_size={size}: vLLM records experts of one stage only")
     remedy = "set actor_train.router_replay: false"
     found = [f"{problem}; change it, or {remedy}" for problem in problems]

@@ -18,17 +18,13 @@ from roll_async.config.schema import (
     MegatronTrainConfig,
     PipelineConfig,
     RLVRConfig,
-    SglangConfig,
-    VllmConfig,
     WorkerConfig,
 )
-from roll_async.inference.backends import VLLM_BLOCK_MULTIPLES, refuse_attention_on_cpu
+from roll_async.inference.backends import refuse_attention_on_cpu
 from roll_async.launch.inputs import models_of
 
 Refusal = tuple[str, str]
 """(key, message)."""
-_SGLANG_KEEPS = 2
-"""Positions beyond context_length that SGLang asks for."""
 
 
 def mismatches(config: PipelineConfig) -> Iterator[Refusal]:
@@ -104,28 +100,28 @@ def _limits(config: PipelineConfig, key: str, model: str, found: HfConfig) -> It
     engine = config.actor_infer
     if engine.model_args.model_name_or_path != model:
         return
-    at = "actor_infer.strategy_args.strategy_config"
-    match engine.strategy_args.strategy_config:
-        case VllmConfig(max_model_len=n) if n > positions >= longest:
-            yield f"{at}.max_model_len", f"{n} tokens, but {remedy}; use {positions}"
-        case SglangConfig(context_length=n) if n + _SGLANG_KEEPS > positions >= longest:
-            most = positions - _SGLANG_KEEPS
-            fits = f"use {most}" if most >= longest else f"use vllm, or shorten sequence_length to {most}"
-            yield f"{at}.context_length", f"{n} tokens and {_SGLANG_KEEPS} of SGLang's own, but {remedy}; {fits}"
-    if isinstance(engine.strategy_args.strategy_config, VllmConfig) and engine.device_mapping is None:
-        refuse_attention_on_cpu(found)
+    n, traits = config.actor_infer.engine.context_tokens, config.actor_infer.engine.traits
+    kept = traits.kept_positions
+    if n is not None and n + kept > positions >= longest:
+        own = f" and {kept} of {traits.title}'s own" if kept else ""
+        most = positions - kept
+        fits = f"use {most}" if most >= longest else f"use vllm, or shorten sequence_length to {most}"
+        key = f"actor_infer.strategy_args.strategy_config.{traits.context_key}"
+        yield key, f"{n} tokens{own}, but {remedy}; {fits}"
+    if engine.device_mapping is None:
+        refuse_attention_on_cpu(found, traits)
 
 
 def _blocks(config: PipelineConfig) -> Iterator[Refusal]:
-    """Blocks of the KV cache that vLLM's kernels do not have."""
-    strategy = config.actor_infer.strategy_args.strategy_config
-    if not isinstance(strategy, VllmConfig) or strategy.block_size is None:
+    """Blocks of the KV cache that the engine's kernels do not have."""
+    size, traits = config.actor_infer.engine.block_size, config.actor_infer.engine.traits
+    if size is None:
         return
     device = "cpu" if config.actor_infer.device_mapping is None else "cuda"
-    if strategy.block_size % (multiple := VLLM_BLOCK_MULTIPLES[device]):
-        kernels = f"vLLM's attention on {'CPU' if device == 'cpu' else 'GPUs'} has blocks of multiples of {multiple}"
-        key = "actor_infer.strategy_args.strategy_config.block_size"
-        yield key, f"{strategy.block_size}: {kernels}; use {multiple}"
+    if size % (multiple := traits.block_multiples[device]):
+        where = "CPU" if device == "cpu" else "GPUs"
+        kernels = f"{traits.title}'s attention on {where} has blocks of multiples of {multiple}"
+        yield "actor_infer.strategy_args.strategy_config.block_size", f"{size}: {kernels}; use {multiple}"
 
 
 def _shares(role: str, worker: WorkerConfig, sizes: ModelSizes) -> Iterator[Refusal]:
@@ -136,7 +132,7 @@ def _shares(role: str, worker: WorkerConfig, sizes: ModelSizes) -> Iterator[Refu
             yield from _megatron(sizes, settings, key)
             if role == "actor_train" and worker.router_replay and not sizes.num_experts:
                 yield "actor_train.router_replay", f"true, but {sizes.source} has no experts; set it to false"
-        case VllmConfig() | SglangConfig():
+        case _:
             heads = sizes.num_attention_heads
             yield from _uneven(
                 f"{key}.tensor_parallel_size", settings.tensor_parallel_size, sizes, num_attention_heads=heads

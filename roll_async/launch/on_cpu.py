@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from roll_async.config.api import ConfigError, Diagnostic, load
-from roll_async.config.schema import HfInferConfig, PipelineConfig, RLVRConfig, SglangConfig, VllmConfig, WorkerConfig
+from roll_async.config.schema import PipelineConfig, RLVRConfig, WorkerConfig
 from roll_async.launch.packages import missing_packages
 
 ASSETS = "./output/demo_assets"
@@ -73,21 +73,18 @@ def cpu_overrides(path: Path, overrides: Sequence[str], pipeline: str | None) ->
 
 def _strategy(config: PipelineConfig, role: str, worker: WorkerConfig) -> Iterator[str]:
     """That of the config without its parallel sizes; an engine that is not installed for the CPU is hf_infer."""
-    strategy = worker.strategy_args
-    match strategy.strategy_config:
-        case VllmConfig() | SglangConfig() as engine:
-            here = replace(worker, device_mapping=None)
-            lacking = missing_packages(replace(config, actor_infer=here))  # type: ignore[arg-type]
-            if any(key == f"{role}.strategy_args.strategy_name" for key, _ in lacking):
-                yield "{strategy_name: hf_infer}"
-            else:
-                eager = ", enforce_eager: true" if isinstance(engine, VllmConfig) else ""
-                keys = f"load_format: {engine.load_format}{eager}"
-                yield f"{{strategy_name: {strategy.strategy_name}, strategy_config: {{{keys}}}}}"
-        case HfInferConfig():
-            yield "{strategy_name: hf_infer}"
-        case _:
-            yield _LOCAL.replace("NAME", strategy.strategy_name)
+    name = worker.strategy_args.strategy_name
+    if worker.is_megatron:
+        yield _LOCAL.replace("NAME", name)
+        return
+    engine = worker.engine
+    here = replace(worker, device_mapping=None)
+    lacking = missing_packages(replace(config, actor_infer=here))  # type: ignore[arg-type]
+    if engine.traits.package is None or any(key == f"{role}.strategy_args.strategy_name" for key, _ in lacking):
+        yield "{strategy_name: hf_infer}"
+    else:
+        eager = f", {engine.traits.eager_key}: true" if engine.traits.eager_key else ""
+        yield f"{{strategy_name: {name}, strategy_config: {{load_format: {engine.load_format}{eager}}}}}"
 
 
 def _usage(message: str) -> ConfigError:

@@ -10,12 +10,9 @@ from importlib.util import find_spec
 
 from roll_async.config.schema import (
     AgenticConfig,
-    HfInferConfig,
     MegatronInferConfig,
     MegatronTrainConfig,
     PipelineConfig,
-    SglangConfig,
-    VllmConfig,
     WorkerConfig,
 )
 from roll_async.inference.backends import SGLANG_ON_CPU
@@ -28,6 +25,7 @@ _CPU_SGLANG = (
     "gguf==0.19.0 interegular==0.3.3 orjson==3.13.0 python-multipart==0.0.34 zstandard==0.25.0"
 )
 """Those of the Makefile."""
+_ON_CPU = {"vllm": f"{_CPU_VLLM}, or use strategy_name: hf_infer", "sglang": _CPU_SGLANG}
 _EXTRAS = {
     name: f'pip install "roll_async[{name.replace("_", "-")}]"'
     for name in ("vllm", "sglang", "wandb", "swanlab", "trackio", "minigrid", "textarena", "reasoning_gym", "mcp")
@@ -71,20 +69,19 @@ def _of_roles(config: PipelineConfig) -> Iterator[Need]:
     for role, worker in config.roles():
         at = f"{role}.strategy_args"
         folders = _python_path(config, worker)
-        match worker.strategy_args.strategy_config:
-            case VllmConfig():
-                line = f"{_CPU_VLLM}, or use strategy_name: hf_infer" if worker.device_mapping is None else ""
-                yield f"{at}.strategy_name", "vllm", line, folders
-            case SglangConfig():
-                on_cpu = worker.device_mapping is None
-                places = [*folders, SGLANG_ON_CPU] if on_cpu else folders
-                yield f"{at}.strategy_name", "sglang", _CPU_SGLANG if on_cpu else "", places
-            case HfInferConfig() if worker.model_args.attn_implementation == "fa2":
-                yield f"{role}.model_args.attn_implementation", "flash_attn", "pip install flash-attn", folders
-            case MegatronTrainConfig() | MegatronInferConfig() as megatron:
-                if megatron.transformer_impl == "transformer_engine":
-                    line = 'pip install "roll_async[transformer-engine-cu13]" (or -cu12, as torch was built)'
-                    yield f"{at}.strategy_config.transformer_impl", "transformer_engine", line, folders
+        strategy = worker.strategy_args.strategy_config
+        if isinstance(strategy, MegatronTrainConfig | MegatronInferConfig):
+            if strategy.transformer_impl == "transformer_engine":
+                line = 'pip install "roll_async[transformer-engine-cu13]" (or -cu12, as torch was built)'
+                yield f"{at}.strategy_config.transformer_impl", "transformer_engine", line, folders
+            continue
+        traits = strategy.traits
+        if traits.package is not None:
+            on_cpu = worker.device_mapping is None
+            apart = [SGLANG_ON_CPU] if on_cpu else []  # no other engine lies there
+            yield f"{at}.strategy_name", traits.package, _ON_CPU[traits.package] if on_cpu else "", [*folders, *apart]
+        if traits.takes_attention and worker.model_args.attn_implementation == "fa2":
+            yield f"{role}.model_args.attn_implementation", "flash_attn", "pip install flash-attn", folders
 
 
 def _python_path(config: PipelineConfig, worker: WorkerConfig) -> list[str]:

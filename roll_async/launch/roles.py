@@ -21,16 +21,15 @@ from roll_async.cluster.trainer_group import RayTrainerGroup
 from roll_async.cluster.training_role import TrainingRole
 from roll_async.config.schema import (
     PipelineConfig,
-    SglangConfig,
-    VllmConfig,
     WorkerConfig,
     reference_is_actor,
     roles_on_engine_devices,
 )
 from roll_async.launch.engines import ReplicaStarter
 from roll_async.launch.rollout import StartedRollout, start_engines, start_rollout
-from roll_async.pipelines.turns import DROP_WEIGHTS, DeviceMemory, PhaseSwitcher
+from roll_async.pipelines.colocation import DeviceMemory, PhaseSwitcher
 from roll_async.rollout.server_manager import AsyncLLMServerManager
+from roll_async.weight_sync.protocol import DevicePhase
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -98,11 +97,10 @@ async def start_without_training(
 
 def loading_weights(worker: WorkerConfig) -> WorkerConfig:
     """Engines that load their weights: dummy ones wait for the first push of a run."""
-    strategy = worker.strategy_args
-    if not isinstance(strategy.strategy_config, VllmConfig | SglangConfig):
+    if worker.is_megatron or worker.engine.load_format == "auto":
         return worker
-    loads = replace(strategy.strategy_config, load_format="auto")
-    return replace(worker, strategy_args=replace(strategy, strategy_config=loads))
+    loads = replace(worker.engine, load_format="auto")
+    return replace(worker, strategy_args=replace(worker.strategy_args, strategy_config=loads))
 
 
 def _written(config: PipelineConfig) -> list[tuple[str, str]]:
@@ -118,8 +116,8 @@ class Roles:
 
     training: Mapping[str, RayTrainerGroup]
     rollout: StartedRollout | RolloutProcess
-    turns: PhaseSwitcher | None = None
-    """The turns of training roles and engines on shared devices; None = they share none."""
+    devices: PhaseSwitcher | None = None
+    """Devices that training roles and engines share; None = they share none."""
 
 
 class RoleStarter:
@@ -145,7 +143,7 @@ class RoleStarter:
                         f"{', '.join(sharing)} and actor_infer share devices, which the fully asynchronous mode can "
                         "not: give them separate ones in device_mapping, or use examples/start_rlvr_pipeline.py"
                     )
-                return await self._start_in_turns(sharing, folders)
+                return await self._start_colocated(sharing, folders)
             workers = training_roles(self._config).items()
             training = asyncio.gather(*(self._start_training(name, worker, folders) for name, worker in workers))
             if rollout_log_files is None:
@@ -155,7 +153,7 @@ class RoleStarter:
             groups, rollout = await asyncio.gather(training, starting)
         return Roles(training={g.name: g for g in groups}, rollout=rollout)
 
-    async def _start_in_turns(self, sharing: Sequence[str], folders: SharedFolders) -> Roles:
+    async def _start_colocated(self, sharing: Sequence[str], folders: SharedFolders) -> Roles:
         """Start the engines first, which measure the free memory of their devices. Then they sleep, and the ranks
         start on free devices.
         """
@@ -167,15 +165,19 @@ class RoleStarter:
         sleepers = {name for name, devices in engines.items() if theirs & set(devices)}
         memory = DeviceMemory(devices_of={**engines, **ranks})
         manager = rollout.engines.manager
-        turns = PhaseSwitcher(lambda: [r for r in manager.clients if r.name in sleepers], memory)  # type: ignore[misc]
-        await manager.interrupt("resume", config.async_training.interrupt.timeout)
-        await turns.to_trainer(DROP_WEIGHTS)
+        devices = PhaseSwitcher(
+            manager,
+            lambda: [r for r in manager.clients if r.name in sleepers],  # type: ignore[misc]
+            memory,
+            pause_timeout_s=config.async_training.interrupt.timeout,
+        )
+        await devices.phase(DevicePhase.TRAIN, drop_engine_weights=True)  # the first push of a run sends all weights
         workers = training_roles(config).items()
         groups = await asyncio.gather(*(self._start_training(name, worker, folders) for name, worker in workers))
         training = {group.name: group for group in groups}
-        await turns.add_groups({name: training[name] for name in sharing})
+        await devices.add_groups({name: training[name] for name in sharing})
         logger.info("%s and %s take turns on devices %s", ", ".join(sharing), ", ".join(sleepers), sorted(theirs))
-        return Roles(training=training, rollout=rollout, turns=turns)
+        return Roles(training=training, rollout=rollout, devices=devices)
 
     async def _start_process(self, log_files: Sequence[str]) -> RolloutProcess:
         start = partial(start_rollout, self._config, self._placements.engines, self._pool)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from roll_async.agents.groups import AgentGroups
+from roll_async.agents.rendering import TemplateRenderer
 from roll_async.buffer.ledger import Ledger, MemoryLedger, SqliteLedger, move_to_previous
 from roll_async.cluster.node_pool import NodePool
 from roll_async.cluster.placement import ProcessPlacement
@@ -25,7 +26,7 @@ from roll_async.config.schema import AgenticConfig, DataArguments, PipelineConfi
 from roll_async.launch.agents import agent_parts, group_options, training_tasks, validation_tasks
 from roll_async.launch.engines import ReplicaStarter
 from roll_async.launch.scaling import follow_requests
-from roll_async.pipelines.turns import PhaseSwitcher
+from roll_async.pipelines.colocation import PhaseSwitcher
 from roll_async.pipelines.wire import (
     ComponentTypes,
     EngineOptions,
@@ -33,14 +34,13 @@ from roll_async.pipelines.wire import (
     RolloutOptions,
     RolloutRoles,
     RolloutSide,
-    connect,
-    wire_rollout,
+    build_engines,
+    build_rollout,
 )
 from roll_async.prompts.load import DataOptions, judged, load_prompts
 from roll_async.prompts.pool import PooledPrompts, PromptPoolOptions
 from roll_async.prompts.stream import ShuffledPrompts
 from roll_async.prompts.tokenizer import at_time, load_tokenizer
-from roll_async.prompts.tool_turns import ChatToolCodec
 from roll_async.rewards.row_checks import REFERENCE_COLUMNS, row_checks
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
 from roll_async.rollout.group_source import GroupSource
@@ -72,8 +72,8 @@ class RolloutSpec:
     rollouter: type[Rollouter] = Rollouter
     tools: Mapping[str, Tool] = field(default_factory=dict)
     tool_callback: type[ToolCompletionCallback] = ToolCompletionCallback
-    turns: PhaseSwitcher | None = None
-    """The turns of training roles and engines on shared devices; None = they share none."""
+    devices: PhaseSwitcher | None = None
+    """Devices that training roles and engines share; None = they share none."""
     trainer_hosts: frozenset[str] = frozenset()
     """Addresses of the trainer's nodes."""
 
@@ -117,11 +117,11 @@ class StartedRollout:
             restored=spec.restored,
             run_id=spec.run_id,
             position=spec.position,
-            turns=spec.turns,
+            devices=spec.devices,
             pool=None if self.tasks.pool is None else self.tasks.pool(),
         )
         transport = _transport(config, hosts)
-        side = wire_rollout(roles, RolloutOptions.of(config, transport), ComponentTypes(rollouter=spec.rollouter))
+        side = build_rollout(roles, RolloutOptions.of(config, transport), ComponentTypes(rollouter=spec.rollouter))
         self.starter.one_host = next(iter(hosts)) if transport in ONE_HOST else None
         folder = Path(config.output_dir) / config.exp_name
         await follow_requests(folder, self.engines, self.starter, side.queue, self.stack)
@@ -152,11 +152,11 @@ async def start_engines(
     """
     found, clients = await asyncio.gather(beside, starter.start_all())
     first_own, options = len(clients) - config.num_validation_replicas, EngineOptions.of(config)
-    connected = connect(clients[:first_own], starter, options)
+    connected = build_engines(clients[:first_own], starter, options)
     await connected.start(stack)
     validators = None
     if own := clients[first_own:]:
-        validators = connect(own, starter, options)
+        validators = build_engines(own, starter, options)
         await validators.start(stack)
     return found, connected, validators
 
@@ -253,10 +253,10 @@ def _tools(spec: RolloutSpec, config: RLVRConfig) -> ToolCompletionCallback | No
     if not spec.tools:
         return None
     assert config.actor_train.data_args is not None
-    codec = ChatToolCodec(
-        at_time(load_tokenizer(config.pretrain), config.template_time), config.actor_train.data_args.template
-    )
-    return spec.tool_callback(spec.tools, codec, timeout_s=config.fault.env_timeout)
+    tokenizer = at_time(load_tokenizer(config.pretrain), config.template_time)
+    renderer = TemplateRenderer(tokenizer, config.actor_train.data_args.template)
+    renderer.between(0, ["x"])  # a template that drops results is refused now, not at the first call of the run
+    return spec.tool_callback(spec.tools, renderer, timeout_s=config.fault.env_timeout)
 
 
 def _ledger(config: PipelineConfig, *, can_rebuild: bool) -> Ledger:

@@ -20,13 +20,13 @@ from roll_async.pipelines.health import CustomMonitor
 from roll_async.pipelines.metrics import sample_rows
 from roll_async.pipelines.protocol import PipelineParts, RunPlan
 from roll_async.pipelines.rlvr import RLVRPipeline, TrainLoop
-from roll_async.pipelines.turns import PhasedRollout
-from roll_async.pipelines.wire import ComponentTypes, RunOptions, wire
+from roll_async.pipelines.wire import build_pipeline
 from roll_async.prompts.tokenizer import load_tokenizer
 from roll_async.rollout.rollouter import Rollouter
 from roll_async.rollout.tools import Tool, ToolCompletionCallback
 from roll_async.trainer.learner import Learner, LearnerOptions
 from roll_async.trainer.roles import LearnerParts
+from roll_async.weight_sync.protocol import OWN_DEVICES, DevicePhase, Devices
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,13 +65,11 @@ class Assembled:
     pipeline: RLVRPipeline
     actor: RayTrainerGroup
     checkpoint: LoopCheckpoint
-    turns: PhasedRollout | None = None
-    """The turns of trainer and engines on shared devices; None = they share none."""
+    devices: Devices
 
     async def export_hf(self, folder: str) -> None:
         """Write the trained model as a folder that transformers loads."""
-        if self.turns is not None:
-            await self.turns.to_trainer()
+        await self.devices.phase(DevicePhase.TRAIN)
         await self.actor.export_hf(folder)
 
 
@@ -133,7 +131,7 @@ async def couple(
         rollouter=classes.rollouter,
         tools=classes.tools,
         tool_callback=classes.tool_callback,
-        turns=roles.turns,
+        devices=roles.devices,
         trainer_hosts=actor.hosts,
     )
     side = await roles.rollout.couple(spec)
@@ -147,13 +145,14 @@ async def couple(
         observer=recorder,
         dump=None if samples is None else lambda step, *rows: samples.write(step, sample_rows(*rows)),
         validate=side.validate,
+        devices=OWN_DEVICES if roles.devices is None else roles.devices,
     )
-    options = RunOptions(
-        plan=RunPlan.of(
-            config, first_step=restored + 1, measures_restored=restored > 0 and not folder.has_validation(restored)
-        ),
+    lost_result = restored > 0 and not folder.has_validation(restored)
+    pipeline = build_pipeline(
+        parts,
+        RunPlan.of(config, first_step=restored + 1, measures_restored=lost_result),
+        trainer=classes.trainer,
         monitor_interval_s=classes.monitor_interval_s,
         custom_monitor=classes.custom_monitor,
     )
-    pipeline = wire(parts, options, ComponentTypes(trainer=classes.trainer), side.turns)
-    return Assembled(pipeline=pipeline, actor=actor, checkpoint=checkpoint, turns=side.turns)
+    return Assembled(pipeline=pipeline, actor=actor, checkpoint=checkpoint, devices=parts.devices)

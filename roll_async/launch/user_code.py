@@ -1,4 +1,5 @@
-"""Code that a config names by dotted path, as its source tells without running it: rewards, worlds, agents, tools.
+"""Code that a config names by dotted path, as its source tells without running it: losses, estimators, rewards,
+worlds, agents, tools.
 
 A check of a config must not run what it names, and worlds of this package may need an extra that is not installed.
 What a source does not tell (a name from another module, a class that a call makes) is left to the start of the run.
@@ -33,6 +34,11 @@ def named_code(loaded: Loaded) -> Iterator[tuple[str, str]]:
     """(key, message) of dotted paths that name nothing, and of settings that the named world or tool does not have."""
     config, root = loaded.config, loaded.root
     folders = folders_beside(Path(root.file))
+    for key, path, section, given in config.algorithm.own_code():
+        if why := unusable(path, folders, is_class=False):
+            yield key, f"{shown(path)}: {why}"
+        else:
+            yield from ((f"{section}.{setting}", why) for setting, why in unfit(path, given, folders))
     if isinstance(config, RLVRConfig):
         for name, reward in config.rewards.items():
             key = f"rewards.{name}.type"
@@ -89,7 +95,7 @@ def unusable(path: str, folders: Sequence[str], *, is_class: bool) -> str | None
 
 
 def unfit(path: str, values: Mapping[str, object], folders: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(name, problem) of every setting that the `Options` of the class MODULE.NAME do not have, or ask for."""
+    """(name, problem) of settings that the options of the class or function MODULE.NAME do not have, or ask for."""
     module, _, name = path.rpartition(".")
     spec = _spec(module, folders)
     file = None if spec is None else _source(spec)
@@ -160,8 +166,16 @@ class Setting(NamedTuple):
 
 
 def _options(bound: Mapping[str, ast.stmt], name: str) -> dict[str, Setting] | None:
-    """Fields of the `Options` of a class; None where the source does not tell."""
+    """Fields of the `Options` of a class, or of the parameter `options` of a function; None where the source does not
+    tell.
+    """
     world = bound.get(name)
+    if isinstance(world, ast.FunctionDef):
+        parameters = (*world.args.posonlyargs, *world.args.args, *world.args.kwonlyargs)
+        options = [parameter.annotation for parameter in parameters if parameter.arg == "options"]
+        if not options:
+            return {}
+        return _fields(bound, options[0].id) if isinstance(options[0], ast.Name) else None
     if not isinstance(world, ast.ClassDef):
         return None
     for node in world.body:

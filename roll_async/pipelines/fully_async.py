@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from roll_async.buffer.freshness import BatchFreshness
 from roll_async.pipelines.health import trainer_stats
+from roll_async.pipelines.metrics import StepRecord
 from roll_async.pipelines.rlvr import TrainLoop
-from roll_async.weight_sync.synchronizer import SyncReport
 
 
 class FullyAsyncTrainer(TrainLoop):
@@ -26,10 +25,10 @@ class FullyAsyncTrainer(TrainLoop):
     `FullyAsyncMain`.
     """
 
-    def _mode_metrics(self, ages: BatchFreshness, sync: SyncReport | None) -> Mapping[str, float]:
+    def _mode_metrics(self, record: StepRecord) -> Mapping[str, float]:
         """Every metric of the mode, under `fully_async/`; listed in docs_roll/metrics.md. Counts are in samples."""
-        queue, rollouter = self._parts.queue.stats(), self._parts.rollouter.stats()
-        status = self._parts.synchronizer.status()
+        queue, rollouter = self._queue.stats(), self._rollouter.stats()
+        status, ages, sync = self._synchronizer.status(), record.ages, record.sync
         trainer, per_group = trainer_stats(self, status), self._plan.samples_per_group
         values: dict[str, float] = {
             "global_steps": trainer.global_steps,

@@ -15,7 +15,7 @@ from roll_async.buffer.states import QueueStats
 from roll_async.pipelines.protocol import PipelineParts, TrainerState
 from roll_async.pipelines.rlvr import TrainLoop
 from roll_async.rollout.rollouter import RollouterStats
-from roll_async.weight_sync.synchronizer import SyncState, SyncStatus
+from roll_async.weight_sync.protocol import SyncState, SyncStatus
 
 logger = logging.getLogger(__name__)
 

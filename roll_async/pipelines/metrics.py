@@ -6,7 +6,7 @@ import asyncio
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 
 from roll_async.buffer.freshness import BatchFreshness
 from roll_async.buffer.states import QueueStats
@@ -15,7 +15,7 @@ from roll_async.rollout.rollouter import RollouterStats
 from roll_async.schema import Group, Reward, Sample
 from roll_async.trainer.protocol import StepReport
 from roll_async.weight_sync.canary import CanaryReport
-from roll_async.weight_sync.synchronizer import SyncReport
+from roll_async.weight_sync.protocol import SyncReport
 
 _GROUP_COUNTS = (
     "admitted", "trained", "filtered", "dropped", "dropped_stale", "dropped_surplus", "failed", "buffered", "in_flight",
@@ -51,12 +51,30 @@ class StepClock:
         return self._loop.time() - self._started
 
 
-def trace_step(observer: RunObserver, step: int, groups: Sequence[Group], clock: StepClock) -> None:
+@dataclass(kw_only=True, slots=True)
+class StepRecord:
+    """What a step leaves to publish: filled phase by phase, and published once, also when a phase raised."""
+
+    step: int
+    groups: Sequence[Group]
+    report: StepReport
+    ages: BatchFreshness
+    """As the queue says; until it has answered, as the groups alone say."""
+    clock: StepClock
+    sync: SyncReport | None = None
+    """None = the step pushed nothing."""
+    agreement: dict[str, float] = field(default_factory=dict)
+    """What engines and trainer agree on: the canary of the push before, and log-probs of the step's own tokens."""
+    validations: list[Mapping[str, float]] = field(default_factory=list)
+    """Results that came since the last record, oldest first; empty ones where none had come."""
+
+
+def trace_step(observer: RunObserver, record: StepRecord) -> None:
     """The trace's spans of one training step."""
-    for name, started, ended in clock.spans:
-        observer.span("trainer", name, started, ended, step=step)
-    for group in groups:
-        observer.span("groups", f"group {group.group_id}", group.admitted_s, group.finished_s, trained_by=step)
+    for name, started, ended in record.clock.spans:
+        observer.span("trainer", name, started, ended, step=record.step)
+    for group in record.groups:
+        observer.span("groups", f"group {group.group_id}", group.admitted_s, group.finished_s, trained_by=record.step)
 
 
 def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -93,24 +111,26 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def step_metrics(
-    groups: Sequence[Group],
-    report: StepReport,
-    sync: SyncReport | None,
-    clock: StepClock,
+    record: StepRecord,
     queue: QueueStats,
-    ages: BatchFreshness,
     rollout: RollouterStats,
-    busy_s: Mapping[str, float],
+    before: RollouterStats | None,
+    *,
+    devices_per_engine: int = 1,
 ) -> dict[str, float]:
-    """All metrics of one training step; keys of docs_roll/metrics.md. `busy_s`: seconds of the step in which requests
-    ran on a replica, by its name.
+    """All metrics of one training step; keys of docs_roll/metrics.md. `before`: the rollouter's counters when the last
+    step was published, None at the first: what is published of some is their growth since then.
     """
-    total = clock.total_s
-    wait = clock.spent.get("wait_batch", 0.0)
+    report, ages, sync, spent = record.report, record.ages, record.sync, record.clock.spent
+    busy_before, ratios_before = ({}, {}) if before is None else (before.busy_s_by_server, before.ratios)
+    busy_s = {name: until - busy_before.get(name, 0.0) for name, until in rollout.busy_s_by_server.items()}
+    num_generated = rollout.generated_tokens - (0 if before is None else before.generated_tokens)
+    total = record.clock.total_s
+    wait = spent.get("wait_batch", 0.0)
     return {
         **CORRECTION_OFF,
         **report.metrics,
-        **batch_metrics(groups),
+        **batch_metrics(record.groups),
         "staleness/mean": ages.mean_versions,
         "staleness/max": float(ages.max_versions),
         "staleness/in_flight_share": ages.in_flight_share,
@@ -139,15 +159,17 @@ def step_metrics(
         "time/wait_batch_s": wait,
         "time/train_s": report.train_s,
         "time/logprobs_s": report.logprobs_s,
-        "time/weight_sync_s": clock.spent.get("weight_sync", 0.0),
+        "time/weight_sync_s": spent.get("weight_sync", 0.0),
         **_push_metrics(sync),
         "time/pause_s": sync.pause_s if sync is not None else 0.0,
-        "time/validation_s": clock.spent.get("validation", 0.0),
-        "time/save_s": clock.spent.get("save", 0.0),
+        "time/validation_s": spent.get("validation", 0.0),
+        "time/save_s": spent.get("save", 0.0),
         "throughput/samples_per_s": report.num_samples / total,
         "throughput/tokens_per_s": report.num_tokens / total,
-        **_trainer_waits(clock.spent, ages, report, total),
+        **_trainer_waits(spent, ages, report, total),
         **_engine_shares(busy_s, total, rollout.num_servers),
+        **ratio_metrics(rollout.ratios, ratios_before),
+        "engine/tokens_per_device_s": num_generated / (max(1, rollout.num_servers) * devices_per_engine) / total,
     }
 
 

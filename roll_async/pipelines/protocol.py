@@ -15,13 +15,13 @@ from typing import Protocol
 from roll_async.buffer.freshness import BatchFreshness
 from roll_async.buffer.states import QueueStats
 from roll_async.config.schema import PipelineConfig
-from roll_async.pipelines.lag_zero import LagZeroOptions
-from roll_async.rollout.protocol import Validator
+from roll_async.rollout.protocol import ValidationMeasure
 from roll_async.rollout.rollouter import RollouterStats
 from roll_async.schema import Group, WeightVersion
 from roll_async.trainer.protocol import StepReport
-from roll_async.weight_sync.canary import CanaryReport
-from roll_async.weight_sync.synchronizer import SyncReport, SyncStatus
+from roll_async.weight_sync.adapters import adapters_of
+from roll_async.weight_sync.canary import CanaryReport, on_policy_band
+from roll_async.weight_sync.protocol import OWN_DEVICES, Devices, SyncReport, SyncStatus
 
 
 class BatchQueue(Protocol):
@@ -53,7 +53,7 @@ class Generator(Protocol):
 
 
 class WeightPusher(Protocol):
-    """`weight_sync/synchronizer.py`, seen from the train loop."""
+    """`weight_sync/push.py`, seen from the train loop."""
 
     async def push(self, version: WeightVersion) -> SyncReport: ...
 
@@ -123,12 +123,16 @@ class RunPlan:
     groups_per_part: int
     """Groups that must be ready before the trainer starts on them; G, or a divisor of it (require_batches)."""
     devices_per_engine: int = 1
-    lag_zero: LagZeroOptions | None = None
-    """When log-probs of tokens of the present weights are a mismatch; None = nobody looks."""
+    on_policy_band: float | None = None
+    """Largest mean difference of log-probs of tokens of the present weights, in nats; None disables the check."""
+    stops_on_mismatch: bool = False
+    """Such a mismatch ends the run."""
     validation_mode: str = "pause"
     """What waits for a validation: `ValidationConfig.mode`."""
     measures_restored: bool = False
     """The restored step has no result of a validation: if it is due there, it comes before step `first_step`."""
+    pushes_adapters: bool = False
+    """A push sends adapters alone: engines need the weights below them afterwards."""
     rescue_timeout_s: float = 1800.0
     """After another role failed: seconds to finish the step under way, and as many again for its checkpoint."""
 
@@ -146,11 +150,19 @@ class RunPlan:
             samples_per_group=config.samples_per_group,
             groups_per_part=config.groups_per_batch * a.require_batches // config.mini_batches_per_batch,
             devices_per_engine=config.actor_infer.model_parallel_size,
-            lag_zero=LagZeroOptions.of(config),
+            on_policy_band=on_policy_band(config),
+            stops_on_mismatch=config.weight_sync.on_mismatch == "stop",
             validation_mode=config.validation_mode,
             measures_restored=measures_restored,
+            pushes_adapters=adapters_of(config) is not None,
             rescue_timeout_s=config.fault.stall_timeout,
         )
+
+    def replaces_weights_after(self, step: int) -> bool:
+        """Whether engines get all of their weights anew before they generate again after step `step`."""
+        whole = self.groups_per_part == self.groups_per_batch  # otherwise engines generate between the parts
+        pushes = step % self.sync_every == 0 and step < self.max_steps
+        return whole and pushes and not self.pushes_adapters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,7 +175,8 @@ class PipelineParts:
     synchronizer: WeightPusher
     checkpoint: Checkpointer
     observer: RunObserver
-    validate: Validator | None = None
+    validate: ValidationMeasure | None = None
+    devices: Devices = OWN_DEVICES
     dump: Callable[[int, Sequence[Group], Sequence[array]], None] | None = None
     """Called with the groups of every step, and the advantages of their rows (`StepReport.advantages`)."""
 

@@ -1,84 +1,75 @@
 """The RLVR loop: generation and training run concurrently, coupled only by the queue and the weight push.
 
             reserve / put                  take_batch
- Rollouter ----------------> MessageQueue ------------> TrainLoop: learn -> push weights -> validate -> save
+ Rollouter ----------------> MessageQueue ------------> TrainLoop
      ^                            ^                          |
      |  pause / resume            | weights_held             |
      +----------------------------+------ synchronizer <-----+
 
-Two coroutines under one TaskGroup (and a monitor that only reads); the first failure stops all. When another role than
-the trainer failed, the step under way is finished first, and the last whole step is saved before the error is raised.
-With `async_generation_ratio` 0 the loop is the same: the next batch is admitted only when the engines hold its weights.
-Queue: one producer (Rollouter), one consumer (TrainLoop), bound `max_queue_size`.
+Queue: one producer (Rollouter), one consumer (TrainLoop), bound `max_queue_size`. With `async_generation_ratio` 0 the
+loop is the same: the next batch is admitted only when the engines hold its weights. One step, in this order:
 
-One training step:
+    take, learn (part by part) | record | agree | push | validate | publish || save
+         no checkpoint ------->|<-- whole: it may be saved, and is never repeated  || not where no step follows
 
-    take_batch --groups--> learn --+ until the step is whole --> step_trained --> push --> validate --> metrics --> save
-        ^                          |
-        +---- next part of it <----+   (one part, unless async_training.require_batches is below a whole step)
-
-A validation measures the weights of its step; `validation_schedule.py` says when it begins and who waits for it. A stop
-ends the run after the step under way: nothing is pushed or measured any more, and the state is saved before what is
-left of a validation is waited for.
-
-The canary of a push is answered beside the next step, whose record has its result; that of the last push is waited for.
-The metrics of a step are published before it is saved: a run that is killed in between repeats the step, one that is
-killed afterwards has published all of it but a validation that went on; the next run measures that again. When another
-role fails, a step whose groups have all been taken is finished
-and published without a push, so that it can be saved (`abandon`, `rescue`). While the trainer waits for groups,
-restarted replicas are given the current weights, because they may be needed to generate the groups.
+Publish before save: a run that is killed in between repeats the step; one that is killed later has published all of it
+but a validation that went on, which the next run measures again. The canary of a push is answered beside the next step,
+whose record has its result; that of the last push is waited for.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import TypeVar
 
 from roll_async.buffer.deadline import within
 from roll_async.buffer.errors import EndOfData, first_cause
 from roll_async.buffer.freshness import BatchFreshness
-from roll_async.pipelines.lag_zero import OnPolicyCheck
-from roll_async.pipelines.metrics import (
-    StepClock,
-    canary_metrics,
-    merged_reports,
-    ratio_metrics,
-    step_metrics,
-    trace_step,
-)
+from roll_async.pipelines.agreement import PolicyAgreement
+from roll_async.pipelines.metrics import StepClock, StepRecord, merged_reports, step_metrics, trace_step
 from roll_async.pipelines.protocol import PipelineParts, RunEnd, RunPlan, TrainerState
-from roll_async.pipelines.validation_schedule import ValidationSchedule
+from roll_async.pipelines.validator import Validator
+from roll_async.rollout.rollouter import RollouterStats
 from roll_async.schema import Group, WeightVersion
 from roll_async.trainer.dataproto import StepGroups
 from roll_async.trainer.protocol import StepReport
-from roll_async.weight_sync.synchronizer import SyncReport
+from roll_async.weight_sync.protocol import DevicePhase, SyncReport
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 class RLVRPipeline:
-    """Runs one training run to its end; `run` is called once.
+    """One training run: its loops under one TaskGroup, so that the first failure stops all. `run` is called once.
 
-    `trainer`: the training side, built from the same parts and plan. `watch`: a coroutine function that monitors the
-    run until it is cancelled, `states`: a line of text for each component now (both `pipelines/health.py`).
+    train loop  consumes: batches (queue.take_batch)       waits for: groups, a push, a validation
+                unblocked by: put, end_of_data, request_stop
+    rollouter   consumes: admission slots (queue.reserve)  waits for: admission, engines, rewards
+                unblocked by: weights_held, release, stop
+    watch       consumes: nothing, it reads counters       waits for: its interval
+                unblocked by: being cancelled at the end
     """
 
     def __init__(
         self,
         parts: PipelineParts,
         plan: RunPlan,
+        trainer: TrainLoop,
         *,
-        trainer: TrainLoop | None = None,
         watch: Callable[[], Awaitable[None]] | None = None,
         states: Callable[[], list[str]] = list,
     ) -> None:
-        self._parts, self._plan, self._watch = parts, plan, watch
-        self.trainer = TrainLoop(parts, plan) if trainer is None else trainer
-        self.states = states
+        """`trainer`: the training side, built from the same parts and plan. `watch`: monitors the run, `states`: a line
+        of text for each component now (both `pipelines/health.py`).
+        """
+        self._queue, self._rollouter, self._watch = parts.queue, parts.rollouter, watch
+        self._rescue_timeout_s = plan.rescue_timeout_s
+        self.trainer, self.states = trainer, states
         self._first: BaseException | None = None
+        """The error of the role that failed first."""
         self.rescued: str | None = None
         """After an error: text that says whether the last whole step is saved."""
 
@@ -92,8 +83,13 @@ class RLVRPipeline:
         return self.trainer.trained
 
     async def run(self) -> RunEnd:
-        """Push the first weights, then generate and train until the end. Errors of any role are raised after all loops
-        stopped, the first one first; `self.rescued` then says whether the last step is saved.
+        """Push the first weights, then generate and train until the end.
+
+        Shutdown (healthy): the train loop returns > rollouter.stop > the rollouter returns > watch is cancelled > the
+        last whole step is saved > the queue is closed.
+        Shutdown (crash): rollouter or watch raises > abandon > a step that has all of its groups is finished, and
+        published without a push > rescue: the last whole step is saved > its error is raised, first of all. The train
+        loop raises > the others are cancelled > rescue > raised. `rescued` then says what is saved.
         """
         try:
             return await self._run()
@@ -104,19 +100,19 @@ class RLVRPipeline:
                 raise
             raise errors.derive([first, *(e for e in errors.exceptions if e is not first)]) from None
         finally:
-            self._parts.queue.close()
+            self._queue.close()
 
     async def _run(self) -> RunEnd:
-        parts, trainer = self._parts, self.trainer
+        trainer = self.trainer
         try:
             async with asyncio.TaskGroup() as tasks:
                 training = tasks.create_task(trainer.run(), name="train loop")
-                rollout = tasks.create_task(self._run_beside(training, parts.rollouter.run), name="rollouter")
+                rollout = tasks.create_task(self._run_beside(training, self._rollouter.run), name="rollouter")
                 watch = None
                 if self._watch is not None:
                     watch = tasks.create_task(self._run_beside(training, self._watch), name="watch")
                 end = await training
-                await parts.rollouter.stop()
+                await self._rollouter.stop()
                 await rollout
                 if watch is not None:
                     watch.cancel()
@@ -138,7 +134,7 @@ class RLVRPipeline:
                 self.trainer.abandon()
                 if self.trainer.finishing:
                     logger.error("%s; the step under way is finished, then the run ends", first_cause(error))
-                    await asyncio.wait({training}, timeout=self._plan.rescue_timeout_s)
+                    await asyncio.wait({training}, timeout=self._rescue_timeout_s)
         finally:
             running.cancel()
             await asyncio.wait({running})
@@ -150,9 +146,9 @@ class RLVRPipeline:
         """Save the last whole step, unless a save has failed before. Errors are logged, not raised, so that they do not
         replace the first one.
         """
-        trainer, limit_s = self.trainer, self._plan.rescue_timeout_s
+        trainer = self.trainer
         try:
-            await within(limit_s, trainer.rescue(), f"step {trainer.trained} was not saved")
+            await within(self._rescue_timeout_s, trainer.rescue(), f"step {trainer.trained} was not saved")
         except (RuntimeError, OSError) as error:  # of a rank, the ledger, the disk, or a deadline
             logger.error("step %d could not be saved: %s", trainer.trained, error)
             self.rescued = f"step {trainer.trained} could not be saved"
@@ -164,17 +160,29 @@ class RLVRPipeline:
 
 
 class TrainLoop:
-    """Consumes one batch a step until `max_steps`, the end of the data, or a stop; `run` is called once."""
+    """Trains one batch a step until `max_steps`, the end of the data, or a stop; `run` is called once.
+
+    A stop ends the run after the step under way: nothing is pushed or measured any more, and the state is saved before
+    what is left of a validation is waited for. While it waits, restarted replicas are given the present weights,
+    because what it waits for may need them (`_until`).
+    """
 
     def __init__(self, parts: PipelineParts, plan: RunPlan) -> None:
-        self._parts, self._plan = parts, plan
-        self.lag_zero = OnPolicyCheck(plan.lag_zero)
+        self._queue, self._rollouter, self._learner = parts.queue, parts.rollouter, parts.learner
+        self._synchronizer, self._devices, self._checkpoint = parts.synchronizer, parts.devices, parts.checkpoint
+        self._observer, self._dump, self._plan = parts.observer, parts.dump, plan
+        self.validator = Validator(parts.validate, parts.rollouter, plan, self._until_validated)
+        self.agreement = PolicyAgreement(plan.on_policy_band, stops=plan.stops_on_mismatch)
         self._stop = asyncio.Event()
-        self._abandoned = self._complete = self._data_ended = False
-        self._busy_s: Mapping[str, float] = {}
-        self._ratios: Mapping[str, tuple[float, float]] = {}
-        self._generated_tokens = 0
-        self._validations = ValidationSchedule(parts, plan, self._wait_for_validation, lambda: self.trained)
+        self._abandoned = False
+        """Another role has failed: what needs the engines is not waited for."""
+        self._complete = False
+        """All groups of the step under way have been taken."""
+        self._data_ended = False
+        self._clock: StepClock
+        """Of the step under way; the first begins when engines have the first weights."""
+        self._rollout_before: RollouterStats | None = None
+        """The rollouter's counters when the last step was published."""
         self.state = TrainerState.STARTING
         self.trained = plan.first_step - 1
         """Last whole step."""
@@ -201,185 +209,94 @@ class TrainLoop:
         """The current work of the trainer needs no other role, and cancelling would waste it."""
         return self.state is TrainerState.SAVING or (self.state is TrainerState.LEARNING and self._complete)
 
-    async def rescue(self) -> None:
-        """After an error: a checkpoint of the last whole step is complete when this returns, unless the weights contain
-        a part of the next one. Raises the error of the save.
-        """
-        if self._save_begun < self.trained:
-            await self.save()
-        elif self.saved < self.trained:
-            raise RuntimeError("its save failed before")
-        await self._parts.checkpoint.finish()
-
     async def run(self) -> RunEnd:
-        """The first weights, then train until the end. Waits for the queue, unblocked by put, by the end of the data or
-        by a stop.
+        """The first weights, then step after step.
+
+        consumes: steps   waits for: the first push; after the last step a validation and the canary
+        unblocked by: the engines, which answer or are lost
         """
         try:
             await self._start()
+            self._clock = StepClock()
             end, step = None, self._plan.first_step
             while end is None and step <= self._plan.max_steps:
                 end, step = await self._step(step), step + 1
             if not self._abandoned:
-                if self._stop.is_set():
-                    await self._save_before_waiting()
-                self._tell(await self._validations.result(wait=True, stoppable=False))
-                await self.lag_zero.canary()
+                if self._stop.is_set():  # saved before anything is waited for: Ctrl-C again loses nothing
+                    await self.save()
+                    await self._checkpoint.finish()
+                    if (left := self.validator.running) is not None:
+                        logger.warning("step %d is saved; the validation of step %d is waited for", self.saved, left)
+                self._publish_late(await self.validator.result(self.trained, wait=True, stoppable=False))
+                await self.agreement.canary()  # of the last push
             return end or RunEnd.FINISHED
         finally:
             self.state = TrainerState.STOPPED
 
     async def close(self) -> None:
         """Nobody waits any more for a validation or the canary; what they asked for has ended when this returns."""
-        await self._validations.drop()
-        await self.lag_zero.close()
+        await self.validator.drop()
+        await self.agreement.close()
 
     async def _start(self) -> None:
         """The first weights; the validation of the restored step, where its result was lost."""
-        step, validations = self.trained, self._validations
-        last = self._is_last(step)
-        measures = self._plan.measures_restored and validations.due(step, last=last)
-        measures = measures and await validations.can_begin(step)
-        await self.push(step)
+        step, last = self.trained, self._is_last(self.trained)
+        measures = self._plan.measures_restored and self.validator.due(step, last=last)
+        measures = measures and await self.validator.claim(step)
+        await self._push_to_all(step)
         if measures:
-            await validations.begin(step, last=last)
-
-    async def _save_before_waiting(self) -> None:
-        """After a stop: whatever ends the process from now on, the state is saved."""
-        await self.save()
-        await self._parts.checkpoint.finish()
-        if (step := self._validations.running) is not None:
-            logger.warning("step %d is saved; the validation of step %d is waited for", self.saved, step)
-
-    async def push(self, version: WeightVersion) -> SyncReport:
-        """The trainer's weights to all engines."""
-        report = await self._parts.synchronizer.push(version)
-        self.lag_zero.pushed(self._parts.synchronizer.checked())
-        return report
-
-    async def save(self) -> None:
-        """Save the last whole step, unless it is saved, or the weights contain a part of the next one."""
-        if self.saved < self.trained and not self.mid_step:
-            self.state, self._save_begun = TrainerState.SAVING, self.trained
-            await self._parts.checkpoint.save(self.trained)
-            self.saved = self.trained
+            await self.validator.begin(step, last=last)
 
     async def _step(self, step: int) -> RunEnd | None:
-        """One training step. Returns why the run ends, or None to go on."""
-        parts, plan, clock = self._parts, self._plan, StepClock()
-        if plan.save_every and self.trained % plan.save_every == 0:
-            with clock.measure("save"):
-                await self.save()
+        """One step; why the run ends, or None to go on.
+
+        consumes: G groups (queue.take_batch)   waits for: groups, the canary, a push, a validation
+        unblocked by: put, end_of_data, request_stop
+        """
         try:
-            consumed = await self._consume(step, clock)
-        except EndOfData as end:
-            parts.observer.event("end_of_data", leftover=str(end))
+            record = await self._take_and_learn(step)
+        except EndOfData as end:  # between two steps
+            self._observer.event("end_of_data", leftover=str(end))
             await self._last_model()
             return RunEnd.END_OF_DATA
-        if consumed is None:
+        if record is None:
             return RunEnd.INTERRUPTED
-        groups, report = consumed
         self.trained, self.mid_step = step, False  # the weights contain it, whether recording it succeeds or not
-        self.num_samples += report.num_samples
-        ages = BatchFreshness.without_queue(groups, step=step, now_s=asyncio.get_running_loop().time())
-        sync, results, agreement = None, [], {}
+        self.num_samples += record.report.num_samples
         try:
-            with clock.measure("record"):
-                ages = await parts.queue.freshness(step)
-                await parts.queue.step_trained(step)
-            if not self._abandoned:
-                with clock.measure("weight_sync"):
-                    agreement = canary_metrics(await self.lag_zero.canary())
-            agreement |= self.lag_zero.check(step, report.metrics)
-            self.lag_zero.stop(step, report.metrics)
-            validations, last = self._validations, self._is_last(step)
-            measures = validations.due(step, last=last)
-            if not self._stop.is_set() and (self._push_due(step) or measures):
-                with clock.measure("validation"):
-                    results.append(await validations.result(wait=not validations.apart or last))
-                    measures = measures and await validations.can_begin(step)
-                with clock.measure("weight_sync"):
-                    sync = await self._push(step, measures=measures)
-                    if last and sync is not None:
-                        agreement |= canary_metrics(await self.lag_zero.canary())
-            if not self._abandoned:
-                with clock.measure("validation"):
-                    results.append(await validations.result(wait=False))
-                    if measures and not self._stop.is_set():
-                        await validations.begin(step, last=last)
-                        results.append(await validations.result(wait=False))
-        finally:  # also when the queue is closed or the push fails: the step is whole, and may be saved
-            metrics = self._metrics(groups, report, sync, clock, ages)
-            *earlier, validation = [result for result in results if result] or [{}]
-            for result in earlier:  # one record holds one validation: the last model's
-                self._tell(result)
-            parts.observer.step(step, {**metrics, **agreement, **validation})
-            trace_step(parts.observer, step, groups, clock)
-            if parts.dump is not None:
-                parts.dump(step, groups, report.advantages)
-        if self._data_ended:
-            return RunEnd.END_OF_DATA
-        return RunEnd.INTERRUPTED if self._stop.is_set() else None
-
-    async def _last_model(self) -> None:
-        """The data ended between two steps: push the last weights to the engines and validate them."""
-        parts, step, self._data_ended = self._parts, self.trained, True
-        if self._stop.is_set() or step < self._plan.first_step:
-            return
-        await self.lag_zero.canary()  # before a validation sets its engines aside
-        validations = self._validations
-        measures = validations.begun_until < step and validations.due(step, last=True)
-        if parts.synchronizer.status().version != step or (measures and validations.apart):
-            self._tell(await validations.result(wait=True))
-            measures = measures and await validations.can_begin(step)
-            await self._push(step, measures=measures)
-        if measures and not self._stop.is_set():
-            await validations.begin(step, last=True)
-            self._tell(await validations.result(wait=False))
-
-    async def _push(self, step: int, *, measures: bool) -> SyncReport | None:
-        """The weights of a step to all engines, if they are due there, else to those of the validation alone. Nothing
-        after a stop: a validation may still measure what the engines hold.
-        """
-        if self._stop.is_set():
-            return None
-        synchronizer, self.state = self._parts.synchronizer, TrainerState.SYNCHRONIZING
-        if self._push_due(step) and synchronizer.status().version != step:
-            return await self.push(step)
-        if measures and self._validations.apart:
-            await synchronizer.resync_returned(step)
+            await self._record(record)
+            await self._agree(record)
+            measures = await self._push(record)
+            await self._validate(record, measures=measures)
+        finally:  # also when the queue is closed or the push fails: the step is whole, and `rescue` saves it
+            self._publish(record)
+            self._clock = StepClock()  # a save is `time/save_s` of the next step, whose record is still to be written
+        if self._data_ended or self._stop.is_set():  # no step follows, and the end of the run saves
+            return RunEnd.END_OF_DATA if self._data_ended else RunEnd.INTERRUPTED
+        if self._plan.save_every and step % self._plan.save_every == 0 and step < self._plan.max_steps:
+            with self._clock.measure("save"):  # never before the record: a saved step is not repeated
+                await self.save()
         return None
 
-    def _push_due(self, step: int) -> bool:
-        """Every k steps, before a validation by the same engines (which measures the weights of its step), and after
-        the last step.
+    async def _take_and_learn(self, step: int) -> StepRecord | None:
+        """Learn from all groups of a step, part by part as they become ready (async_training.require_batches). None
+        when a stop came before the first part; from then on only the end of the step makes the weights whole.
         """
-        validations, last = self._validations, self._is_last(step)
-        measures = validations.due(step, last=last) and not validations.apart
-        return step % self._plan.sync_every == 0 or measures or last
-
-    def _is_last(self, step: int) -> bool:
-        """No step comes after this one."""
-        return step == self._plan.max_steps or self._data_ended
-
-    async def _consume(self, step: int, clock: StepClock) -> tuple[list[Group], StepReport] | None:
-        """Learn from all groups of a step, part by part as they become ready. None when a stop came before the first
-        part.
-        """
-        parts, plan = self._parts, self._plan
+        plan, clock = self._plan, self._clock
         groups: list[Group] = []
         reports: list[StepReport] = []
         while len(groups) < plan.groups_per_batch:
             self.state = TrainerState.WAITING
             with clock.measure("wait_batch"):
-                taking = parts.queue.take_batch(step, plan.groups_per_part)
+                await self._devices.phase(DevicePhase.GENERATE)  # engines also generate between two parts
                 try:
-                    part = await self._resync_during(taking, stoppable=not groups)
+                    taking = self._queue.take_batch(step, plan.groups_per_part)
+                    part = await self._until(taking, stoppable=not groups)
                 except EndOfData as end:
                     if not groups:
                         raise
                     # The weights contain these parts: the step ends with them, or it could not be saved.
-                    parts.observer.event("short_step", step=step, groups=len(groups), leftover=str(end))
+                    self._observer.event("short_step", step=step, groups=len(groups), leftover=str(end))
                     self._data_ended = True
                     break
             if part is None:
@@ -388,18 +305,154 @@ class TrainLoop:
             self._complete = len(groups) == plan.groups_per_batch
             self.state, self.mid_step = TrainerState.LEARNING, True
             with clock.measure("learn"):
-                reports.append(await parts.learner.learn(part, step))
-        return groups, merged_reports(reports)
+                replaced = plan.replaces_weights_after(step)
+                phase_s = await self._devices.phase(DevicePhase.TRAIN, drop_engine_weights=replaced)
+                report = await self._learner.learn(part, step)
+                reports.append(replace(report, turn_s=phase_s))  # a change of phase is no work of the ranks
+        ages = BatchFreshness.without_queue(groups, step=step, now_s=asyncio.get_running_loop().time())
+        return StepRecord(step=step, groups=groups, report=merged_reports(reports), ages=ages, clock=clock)
 
-    async def _wait_for_validation(self, result: Awaitable[object], *, stoppable: bool) -> object:
-        self.state = TrainerState.VALIDATING
-        return await self._resync_during(result, stoppable=stoppable)
+    async def _record(self, record: StepRecord) -> None:
+        """The queue counts the groups as trained; in the ledger that and the step are one transaction."""
+        with record.clock.measure("record"):
+            record.ages = await self._queue.freshness(record.step)  # first: then the queue forgets the groups
+            await self._queue.step_trained(record.step)
 
-    async def _resync_during(self, work: Awaitable[T], *, stoppable: bool) -> T | None:
-        """The result of `work`, None when a stop came first. Meanwhile restarted replicas are given the current
-        weights, because `work` may need them to end.
+    async def _agree(self, record: StepRecord) -> None:
+        """What the canary of the push before found, answered beside this step; and the step's own tokens of the present
+        weights. Raises EngineMismatch.
         """
-        synchronizer = self._parts.synchronizer
+        step, metrics = record.step, record.report.metrics
+        if not self._abandoned:
+            with record.clock.measure("weight_sync"):
+                record.agreement |= await self.agreement.canary()  # first: it tells the suspects of a mismatch apart
+        record.agreement |= self.agreement.check(step, metrics)  # into the record before it may raise
+        self.agreement.stop_on_mismatch(step, metrics)
+
+    async def _push(self, record: StepRecord) -> bool:
+        """The weights of the step to the engines that are due. Returns whether its validation may begin: it is due, and
+        its engines hold these weights.
+        """
+        step, last = record.step, self._is_last(record.step)
+        measures = self.validator.due(step, last=last)
+        if self._stop.is_set() or not (self._push_due(step) or measures):
+            return measures
+        with record.clock.measure("validation"):
+            # One that runs measures the weights that this push replaces; with replicas of its own they stay.
+            record.validations.append(await self.validator.result(step, wait=not self.validator.apart or last))
+            measures = measures and await self.validator.claim(step)  # before the push, which reaches what is claimed
+        with record.clock.measure("weight_sync"):
+            record.sync = await self._push_to_due(step, measures=measures)
+            if last and record.sync is not None:  # no later record would have it
+                record.agreement |= await self.agreement.canary()
+        return measures
+
+    async def _validate(self, record: StepRecord, *, measures: bool) -> None:
+        """Begin a validation that is due, unless a stop came; collect the result of one that has ended."""
+        if self._abandoned:
+            return
+        with record.clock.measure("validation"):
+            record.validations.append(await self.validator.result(record.step, wait=False))
+            if measures and not self._stop.is_set():
+                await self._devices.phase(DevicePhase.GENERATE)
+                await self.validator.begin(record.step, last=self._is_last(record.step))
+                record.validations.append(await self.validator.result(record.step, wait=False))
+
+    def _publish(self, record: StepRecord) -> None:
+        """Metrics, trace and dump of the step. One record holds one validation, the newest; earlier ones are events."""
+        *earlier, validation = [result for result in record.validations if result] or [{}]
+        metrics = self._metrics(record)
+        for result in earlier:
+            self._publish_late(result)
+        self._observer.step(record.step, {**metrics, **record.agreement, **validation})
+        trace_step(self._observer, record)
+        if self._dump is not None:
+            self._dump(record.step, record.groups, record.report.advantages)
+
+    def _publish_late(self, validation: Mapping[str, float]) -> None:
+        """A result that belongs to no record of a step."""
+        if validation:
+            self._observer.event("validation", **validation)
+
+    async def save(self) -> None:
+        """Save the last whole step, unless it is saved, or the weights contain a part of the next one. In phase TRAIN;
+        engines that generated go on afterwards, because a validation may still wait for them.
+        """
+        if self.saved < self.trained and not self.mid_step:
+            self.state, self._save_begun = TrainerState.SAVING, self.trained
+            before = self._devices.current
+            await self._devices.phase(DevicePhase.TRAIN)
+            await self._checkpoint.save(self.trained)
+            if before is DevicePhase.GENERATE:
+                await self._devices.phase(DevicePhase.GENERATE)
+            self.saved = self.trained
+
+    async def rescue(self) -> None:
+        """After an error: a checkpoint of the last whole step is complete when this returns, unless the weights contain
+        a part of the next one. Raises the error of the save.
+        """
+        if self._save_begun < self.trained:
+            await self.save()
+        elif self.saved < self.trained:
+            raise RuntimeError("its save failed before")
+        await self._checkpoint.finish()
+
+    async def _last_model(self) -> None:
+        """The data ended between two steps: push the last weights to the engines and validate them."""
+        step, self._data_ended = self.trained, True
+        if self._stop.is_set() or step < self._plan.first_step:
+            return
+        await self.agreement.canary()  # before a validation sets its engines aside
+        measures = self.validator.begun_until < step and self.validator.due(step, last=True)
+        if self._synchronizer.status().version != step or (measures and self.validator.apart):
+            self._publish_late(await self.validator.result(step, wait=True))
+            measures = measures and await self.validator.claim(step)
+            await self._push_to_due(step, measures=measures)
+        if measures and not self._stop.is_set():
+            await self._devices.phase(DevicePhase.GENERATE)
+            await self.validator.begin(step, last=True)
+            self._publish_late(await self.validator.result(step, wait=False))
+
+    async def _push_to_due(self, step: int, *, measures: bool) -> SyncReport | None:
+        """The weights of a step to all engines, if they are due there, else to those of the validation alone. Nothing
+        after a stop: a validation may still measure what the engines hold.
+        """
+        if self._stop.is_set():
+            return None
+        self.state = TrainerState.SYNCHRONIZING
+        if self._push_due(step) and self._synchronizer.status().version != step:
+            return await self._push_to_all(step)
+        if measures and self.validator.apart:
+            await self._synchronizer.resync_returned(step)
+        return None
+
+    async def _push_to_all(self, version: WeightVersion) -> SyncReport:
+        await self._devices.phase(DevicePhase.TRAIN)  # at the end of the data engines were waited for before it
+        report = await self._synchronizer.push(version)
+        self.agreement.pushed(self._synchronizer.checked())
+        return report
+
+    def _push_due(self, step: int) -> bool:
+        """Every k steps, before a validation by the same engines (which measures the weights of its step), and after
+        the last step.
+        """
+        last = self._is_last(step)
+        measures = self.validator.due(step, last=last) and not self.validator.apart
+        return step % self._plan.sync_every == 0 or measures or last
+
+    def _is_last(self, step: int) -> bool:
+        """No step comes after this one."""
+        return step == self._plan.max_steps or self._data_ended
+
+    async def _until_validated(self, result: Awaitable[object], stoppable: bool) -> object:
+        self.state = TrainerState.VALIDATING
+        return await self._until(result, stoppable=stoppable)
+
+    async def _until(self, work: Awaitable[T], *, stoppable: bool) -> T | None:
+        """The result of `work`, None when a stop came first. Meanwhile restarted replicas are given the current
+        weights: otherwise a run with one engine would wait for ever for groups that only this one can generate.
+        """
+        synchronizer = self._synchronizer
         task, stop = asyncio.ensure_future(work), asyncio.ensure_future(self._stop.wait())
         try:
             while not task.done():
@@ -419,31 +472,17 @@ class TrainLoop:
             for pending in (task, stop):
                 pending.cancel()
 
-    def _metrics(
-        self,
-        groups: Sequence[Group],
-        report: StepReport,
-        sync: SyncReport | None,
-        clock: StepClock,
-        ages: BatchFreshness,
-    ) -> dict[str, float]:
+    def _metrics(self, record: StepRecord) -> dict[str, float]:
         """All metrics of this step, the user's own included."""
-        parts = self._parts
-        rollout = parts.rollouter.stats()
-        before, self._busy_s = self._busy_s, rollout.busy_s_by_server
-        busy_s = {name: until - before.get(name, 0.0) for name, until in self._busy_s.items()}
-        metrics = step_metrics(groups, report, sync, clock, parts.queue.stats(), ages, rollout, busy_s)
-        metrics |= ratio_metrics(rollout.ratios, self._ratios)
-        self._ratios = rollout.ratios
-        generated, self._generated_tokens = rollout.generated_tokens - self._generated_tokens, rollout.generated_tokens
-        devices = max(1, rollout.num_servers) * self._plan.devices_per_engine
-        metrics["engine/tokens_per_device_s"] = generated / devices / metrics["time/step_s"]
-        if self._validations.apart and self._plan.eval_every:
-            metrics["validation/skipped"] = float(self._validations.num_skipped)
-        custom = self._compute_custom_metrics(StepGroups(groups)) or {}
-        return {**metrics, **self._mode_metrics(ages, sync), **custom}
+        rollout, before = self._rollouter.stats(), self._rollout_before
+        self._rollout_before, devices = rollout, self._plan.devices_per_engine
+        metrics = step_metrics(record, self._queue.stats(), rollout, before, devices_per_engine=devices)
+        if self.validator.apart and self._plan.eval_every:
+            metrics["validation/skipped"] = float(self.validator.num_skipped)
+        custom = self._compute_custom_metrics(StepGroups(record.groups)) or {}
+        return {**metrics, **self._mode_metrics(record), **custom}
 
-    def _mode_metrics(self, ages: BatchFreshness, sync: SyncReport | None) -> Mapping[str, float]:
+    def _mode_metrics(self, record: StepRecord) -> Mapping[str, float]:
         """Metrics of the mode of the run; none here."""
         return {}
 
@@ -452,8 +491,3 @@ class TrainLoop:
         form of verl. They are published like all others.
         """
         return None
-
-    def _tell(self, validation: Mapping[str, float]) -> None:
-        """Publish a result that belongs to no record of a step."""
-        if validation:
-            self._parts.observer.event("validation", **validation)

@@ -6,6 +6,16 @@ n      = samples of a row * rows of a question; where questions have unequal num
 pass@k = mean over prompts of 1 - C(n - c, k) / C(n, k), c of n samples right   (Chen et al. 2021, arXiv 2107.03374);
          a prompt enters with all samples that it has, n or not, if they are k or more
 standard error = sample deviation of the prompts' means / sqrt(prompts); samples of one prompt are not independent
+
+Replicas that run validations and nothing else (`validation.mode: replicas`):
+
+    a step is due:  claim --> paused --> the push of the step gives them its weights, too --> run --> result
+                      |                                                                        |
+                      +-- False: none is there                  trainer and rollout go on -----+
+
+They hold the weights of the step they measure until they are claimed again: a push between two validations leaves them
+as they are. Requests of training never reach them. One that is lost is started again like any other replica; when none
+is left the run goes on without validations.
 """
 
 from __future__ import annotations
@@ -14,15 +24,16 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from roll_async.buffer.errors import first_cause
 from roll_async.config.schema import GeneratingArguments
 from roll_async.pipelines.metrics import accuracy, mean
-from roll_async.pipelines.validators import Validators
 from roll_async.rollout.chat_scheduler import sampling_of
+from roll_async.rollout.engine_supervisor import EngineSupervisor, Joins
+from roll_async.rollout.protocol import Replica
 from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.schema import Answered, FinishReason, Prompt, Reward, Sample, SamplingParams, WeightVersion
 
@@ -66,20 +77,6 @@ class AnswersPrompts(Protocol):
     async def validate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, name: str) -> list[Answered]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class ValidationPlace:
-    """Where a validation is measured."""
-
-    version: Callable[[], WeightVersion | None]
-    """What the engines hold."""
-    yields: bool = False
-    """Training requests go before its own."""
-    validators: Validators | None = None
-    """Its own replicas, where it has some."""
-    on_answers: Callable[[HeldOut, Sequence[Answered]], None] | None = None
-    """Gets the answers of each set."""
-
-
 class Validation:
     """Measures all sets at once; called with the training step whose weights the engines hold."""
 
@@ -88,37 +85,27 @@ class Validation:
         sets: Sequence[HeldOut],
         source: AnswersPrompts,
         manager: AsyncLLMServerManager | None,
-        place: ValidationPlace,
+        version: Callable[[], WeightVersion | None],
+        *,
+        yields: bool = False,
+        on_answers: Callable[[HeldOut, Sequence[Answered]], None] | None = None,
     ) -> None:
-        """`manager`: of the source's replicas; None = it has none."""
-        self._sets, self._source, self._manager, self._place = sets, source, manager, place
-        self._validators = place.validators
+        """`manager`: of the source's replicas; None = it has none. `version`: what they hold. `yields`: training
+        requests go before its own. `on_answers`: gets the answers of each set.
+        """
+        self._sets, self._source, self._manager, self._version = sets, source, manager, version
+        self._yields, self._on_answers = yields, on_answers
 
     async def prepare(self, step: int) -> bool:
-        """Before the push of a step that is due: its own replicas get these weights, too. False: none is there."""
-        return self._validators is None or await self._validators.claim(step)
+        """The engines of training get the weights in any case."""
+        return True
 
     async def __call__(self, step: int) -> Mapping[str, float]:
         """Metrics of the samples that the version at the start sampled whole. A replica that is restarted meanwhile may
-        have newer weights; what they sample is counted and left out. Nothing when its own replicas are lost, for long
-        enough that newer weights came: what was answered before is the short answers.
+        have newer weights; what they sample is counted and left out.
         """
-        if self._validators is None:
-            return await self._measure(step)
-        began_s = asyncio.get_running_loop().time()
-        metrics = await self._validators.run(lambda: self._measure(step))
-        took_s = asyncio.get_running_loop().time() - began_s
-        if metrics and (num_other := metrics["validation/other_version"]):
-            logger.error(
-                "the validation of step %d has no result: a replica of it died, and %d answers are of newer weights",
-                step, num_other,
-            )  # fmt: skip
-            return {}
-        return {**metrics, "validation/seconds": took_s} if metrics else {}
-
-    async def _measure(self, step: int) -> Mapping[str, float]:
-        version, on_answers = self._place.version(), self._place.on_answers
-        self._yield(self._place.yields)
+        version = self._version()
+        self._yield(self._yields)
         try:
             async with asyncio.TaskGroup() as tasks:
                 asked = [tasks.create_task(self._ask(held_out, step)) for held_out in self._sets]
@@ -129,8 +116,8 @@ class Validation:
         metrics, num_other = {"validation/version": float(version or 0)}, 0
         for held_out, answers in zip(self._sets, asked, strict=True):
             answered = answers.result()
-            if on_answers is not None:
-                on_answers(held_out, answered)
+            if self._on_answers is not None:
+                self._on_answers(held_out, answered)
             kept = [(p, rows) for p, rows in answered if all(v == version for row in rows for v, _ in row.version_runs)]
             num_samples = held_out.sampled.samples
             metrics |= validation_metrics(kept, held_out.prompts, num_samples=num_samples, prefix=held_out.prefix)
@@ -146,6 +133,108 @@ class Validation:
         asked = [prompt for prompt in held_out.prompts for _ in range(sampled.samples)]
         name = f"validation.{step}.{held_out.name}" if held_out.name else f"validation.{step}"
         return await self._source.validate(asked, sampled.sampling, name=name)
+
+
+class ReplicaValidation(Validation):
+    """On replicas of its own. For these it is what the supervisor is for those of training."""
+
+    def __init__(
+        self,
+        sets: Sequence[HeldOut],
+        source: AnswersPrompts,
+        manager: AsyncLLMServerManager,
+        supervisor: EngineSupervisor,
+        *,
+        pause_timeout_s: float,
+    ) -> None:
+        """`manager`, `supervisor`: of its replicas. `pause_timeout_s`: how long an idle one may take to pause before it
+        is lost; the trainer waits so long at most.
+        """
+        super().__init__(sets, source, manager, lambda: self._claimed_for)
+        self._engines, self._supervisor, self._pause_timeout_s = manager, supervisor, pause_timeout_s
+        self._names = {client.name for client in manager.clients}
+        self._joins: Joins | None = None
+        self._claimed: dict[str, Replica] = {}
+        self._claimed_for: WeightVersion | None = None
+        """The version that they measure."""
+
+    def attach(self, joins: Joins) -> None:
+        """What gives them weights."""
+        self._joins = joins
+        self._supervisor.attach(joins)
+
+    def owns(self, name: str) -> bool:
+        """Whether a replica of this name runs validations."""
+        return name in self._names
+
+    async def prepare(self, step: WeightVersion) -> bool:
+        """Claim them: pause all, so that the next push, or `resync_returned`, gives them the weights of this step.
+        False: there is none, and none is being started again.
+        """
+        assert self._joins is not None
+        try:
+            await self._engines.interrupt("resume", self._pause_timeout_s)
+        except ConnectionError as error:
+            logger.error("validation: %s", error)
+        self._claimed_for, self._claimed = step, {client.name: client for client in self._engines.clients}
+        for client in self._claimed.values():
+            self._joins.rejoin(client)
+        return bool(self._claimed) or self._engines.expects_return
+
+    async def readmit(self, client: Replica) -> None:
+        """A replica holds the weights: it runs from now on, because the canary of the push asks it, too."""
+        if self._claimed.pop(client.name, None) is client:
+            await self._resume()
+        else:  # the claimed one was lost since, and this is its next process
+            await self._supervisor.readmit(client)
+
+    async def _resume(self) -> None:
+        try:
+            await self._engines.resume()
+        except ConnectionError as error:
+            logger.error("validation: %s", error)
+
+    async def remove_replica(self, name: str, reason: str) -> None:
+        """A replica did not take the weights."""
+        await self._supervisor.remove_replica(name, reason)
+
+    async def __call__(self, step: int) -> Mapping[str, float]:
+        """Nothing when the last of them is lost, which ends no run, or when one was lost for so long that newer weights
+        came: what was answered before is the short answers.
+        """
+        began_s = asyncio.get_running_loop().time()
+        metrics = await self._while_one_lives(self._resume_and_measure(step))
+        took_s = asyncio.get_running_loop().time() - began_s
+        if metrics and (num_other := metrics["validation/other_version"]):
+            logger.error(
+                "the validation of step %d has no result: a replica of it died, and %d answers are of newer weights",
+                step, num_other,
+            )  # fmt: skip
+            return {}
+        return {**metrics, "validation/seconds": took_s} if metrics else {}
+
+    async def _resume_and_measure(self, step: int) -> Mapping[str, float]:
+        await self._resume()
+        return await super().__call__(step)
+
+    async def _while_one_lives(self, measure: Awaitable[Mapping[str, float]]) -> Mapping[str, float]:
+        failed = asyncio.ensure_future(self._engines.wait_failed())
+        measuring = asyncio.ensure_future(measure)
+        try:
+            await asyncio.wait({measuring, failed}, return_when=asyncio.FIRST_COMPLETED)
+            if not measuring.done():
+                await failed  # raises
+            return await measuring
+        except ConnectionError as error:
+            logger.error("the validation of step %s has no result: %s", self._claimed_for, error)
+            return {}
+        finally:
+            for task in (measuring, failed):
+                task.cancel()
+            await asyncio.wait({measuring, failed})
+            for task in (measuring, failed):
+                if not task.cancelled():
+                    task.exception()  # marks it as retrieved
 
 
 def validation_metrics(

@@ -1,9 +1,10 @@
-"""Connects the roles of a run: the launcher, the rollout process, the simulator and the tests all call these functions.
+"""Builds the objects of a run, each once: launcher, rollout process, simulator and tests all call these functions.
+Nothing runs yet when they return; functions that start processes begin with `start_`.
 
-    connect       replicas --> server manager, supervisor                   \\ where the clients of the engines are:
-    wire_rollout  prompts, group source --> rollouter <--> queue <-- ledger  | the driver, or the rollout process of
-                  weight source --> synchronizer --> replicas, queue        /  the fully asynchronous mode
-    wire          these, learner, checkpoint, observer --> pipeline            the driver
+    build_engines   replicas --> server manager, supervisor                   \\ where the clients of the engines are:
+    build_rollout   prompts, group source --> rollouter <--> queue <-- ledger  | the driver, or the rollout process of
+                    weight source --> synchronizer --> replicas, queue        /  the fully asynchronous mode
+    build_pipeline  these, learner, checkpoint, observer --> pipeline            the driver
 
 `RolloutRoles.groups` decides which kind of task is trained; loop, buffer, ledger and weight push are the same for all.
 """
@@ -19,23 +20,22 @@ from roll_async.buffer.ledger import Ledger
 from roll_async.buffer.message_queue import POOL, MessageQueue
 from roll_async.buffer.states import QueueOptions
 from roll_async.config.schema import PipelineConfig, roles_on_engine_devices
+from roll_async.pipelines.colocation import PhaseSwitcher
 from roll_async.pipelines.health import CustomMonitor, HealthMonitor
 from roll_async.pipelines.protocol import PipelineParts, RunPlan
 from roll_async.pipelines.rlvr import RLVRPipeline, TrainLoop
-from roll_async.pipelines.turns import PhasedRollout, PhasedSource, PhaseSwitcher, take_turns
-from roll_async.pipelines.validation import AnswersPrompts, HeldOut, SetSampling, Validation, ValidationPlace
-from roll_async.pipelines.validators import Validators
+from roll_async.pipelines.validation import HeldOut, ReplicaValidation, SetSampling, Validation
 from roll_async.rollout.engine_supervisor import EngineSupervisor, Starter
 from roll_async.rollout.filter_budget import BudgetOptions, FilterBudget
 from roll_async.rollout.group_source import GroupSource
 from roll_async.rollout.manager_options import ManagerOptions
-from roll_async.rollout.protocol import PromptPool, PromptSource, Replica, Validator
+from roll_async.rollout.protocol import PromptPool, PromptSource, Replica, ValidationMeasure
 from roll_async.rollout.rollouter import Rollouter
 from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.schema import Prompt
 from roll_async.weight_sync.canary import Canary, CanaryOptions, canary_rows
-from roll_async.weight_sync.protocol import WeightSource
-from roll_async.weight_sync.synchronizer import ParameterSynchronizer, SyncOptions
+from roll_async.weight_sync.protocol import OWN_DEVICES, SyncOptions, WeightSource
+from roll_async.weight_sync.push import ParameterSynchronizer
 
 _MOST_TEXTS = 1024
 """Prompts that the canary's rows are looked for in: data that repeats itself would be read without end."""
@@ -87,7 +87,7 @@ class Engines:
         stack.push_async_callback(self.supervisor.close)
 
 
-def connect(
+def build_engines(
     replicas: Sequence[Replica], starter: Starter, options: EngineOptions, classes: ComponentTypes = ComponentTypes()
 ) -> Engines:
     """The manager of the replicas and its supervisor. `starter` starts lost replicas again, and new ones."""
@@ -155,8 +155,8 @@ class RolloutRoles:
     """Of the run whose ledger this is; empty = it has none."""
     position: Mapping[str, object] | None = None
     """Position of that checkpoint in the prompt stream (`MessageQueue.checkpoint_state`)."""
-    turns: PhaseSwitcher | None = None
-    """The turns of trainer and engines on shared devices; None = they share none."""
+    devices: PhaseSwitcher | None = None
+    """Devices that training roles and engines share; None = they share none."""
     pool: PromptPool | None = None
     """Chooses prompts by past pass rate."""
 
@@ -168,17 +168,59 @@ class RolloutSide:
     queue: MessageQueue
     rollouter: Rollouter
     synchronizer: ParameterSynchronizer[Replica]
-    validate: Validator | None
-    turns: PhasedRollout | None = None
-    """See `RolloutRoles.turns`."""
+    validate: ValidationMeasure | None
 
 
-def wire_rollout(
+def build_rollout(
     roles: RolloutRoles, options: RolloutOptions, classes: ComponentTypes = ComponentTypes()
 ) -> RolloutSide:
-    """Queue, rollouter, synchronizer and validation of one run. Nothing runs yet."""
+    """Queue, rollouter, synchronizer and validation of one run."""
     manager, supervisor = roles.engines.manager, roles.engines.supervisor
-    source = roles.groups(manager)
+    source, queue = roles.groups(manager), _build_queue(roles, options, classes)
+    rollouter = classes.rollouter(
+        queue,
+        source,
+        manager,
+        roles.prompts,
+        budget=None if options.budget is None else FilterBudget(options.budget),
+        pool=roles.pool,
+        stop_timeout_s=options.stop_timeout_s,
+    )
+    queue.trouble = rollouter.trouble
+    canary = None
+    if options.canary is not None:
+        canary = Canary(canary_rows(_texts(roles.prompts), options.canary), roles.weights, options.canary)
+        queue.taken = canary.taken
+    sets = [HeldOut(name, prompts, options.validation[name]) for name, prompts in roles.validation.items()]
+    own = None if roles.validators is None else _build_own_validation(sets, roles, roles.validators, options)
+
+    def owner(name: str) -> EngineSupervisor | ReplicaValidation:
+        return own if own is not None and own.owns(name) else supervisor
+
+    synchronizer = classes.synchronizer(
+        roles.weights,
+        rollouter if roles.devices is None else roles.devices,
+        lambda: manager.clients,
+        options.sync,
+        weights_held=queue.weights_held,
+        remove_replica=lambda name, reason: owner(name).remove_replica(name, reason),
+        readmit=lambda client: owner(client.name).readmit(client),
+        expects_return=lambda: manager.expects_return,
+        canary=canary,
+        devices=OWN_DEVICES if roles.devices is None else roles.devices,
+    )
+    supervisor.attach(synchronizer)
+    if own is not None:
+        own.attach(synchronizer)
+    validation: Validation | None = own
+    if own is None and sets:
+        yields = options.validation_mode == "share"
+        validation = Validation(sets, source, manager, lambda: synchronizer.version, yields=yields)
+    return RolloutSide(queue=queue, rollouter=rollouter, synchronizer=synchronizer, validate=validation)
+
+
+def _build_queue(roles: RolloutRoles, options: RolloutOptions, classes: ComponentTypes) -> MessageQueue:
+    """With what the restored checkpoint and the ledger know; only then the pool, which goes on from that position."""
     queue = classes.queue(options.queue, roles.ledger)
     fingerprint = {**options.queue.fingerprint, **stream_fingerprint(roles.prompts.at)}
     if roles.run_id:
@@ -190,71 +232,14 @@ def wire_rollout(
             kept = roles.position[POOL]
             assert isinstance(kept, Mapping)
             roles.pool.restore(kept)
-    rollouter = classes.rollouter(
-        queue,
-        source,
-        manager,
-        roles.prompts,
-        budget=None if options.budget is None else FilterBudget(options.budget),
-        pool=roles.pool,
-        stop_timeout_s=options.stop_timeout_s,
-    )
-    turns, source_of_weights = None, roles.weights
-    if roles.turns is not None:
-        turns = PhasedRollout(
-            rollouter,
-            roles.turns,
-            timeout_s=options.sync.interrupt_timeout_s,
-            keeps_frozen=options.sync.adapters,
-        )
-        source_of_weights = PhasedSource(roles.weights, roles.turns)
-    canary = None
-    if options.canary is not None:
-        canary = Canary(canary_rows(_texts(roles.prompts), options.canary), source_of_weights, options.canary)
-        queue.taken = canary.taken
-    queue.trouble = rollouter.trouble
-    validators = None
-    if roles.validators is not None:
-        validators = Validators(roles.validators, pause_timeout_s=options.sync.interrupt_timeout_s)
-
-    def owner(name: str) -> EngineSupervisor | Validators:
-        return supervisor if validators is None or not validators.own(name) else validators
-
-    synchronizer = classes.synchronizer(
-        source_of_weights,
-        rollouter if turns is None else turns,
-        lambda: manager.clients,
-        options.sync,
-        weights_held=queue.weights_held,
-        remove_replica=lambda name, reason: owner(name).remove_replica(name, reason),
-        readmit=lambda client: owner(client.name).readmit(client),
-        expects_return=lambda: manager.expects_return,
-        canary=canary,
-    )
-    supervisor.attach(synchronizer)
-    if validators is not None:
-        validators.attach(synchronizer)
-    validate = None
-    if roles.validation:
-        if validators is None or roles.validators is None:
-            place = ValidationPlace(lambda: synchronizer.version, yields=options.validation_mode == "share")
-            validate = wire_validation(source, manager, roles.validation, options.validation, place)
-        else:
-            own, place = roles.validators.manager, ValidationPlace(lambda: validators.version, validators=validators)
-            validate = wire_validation(roles.groups(own), own, roles.validation, options.validation, place)
-    return RolloutSide(queue=queue, rollouter=rollouter, synchronizer=synchronizer, validate=validate, turns=turns)
+    return queue
 
 
-def wire_validation(
-    source: AnswersPrompts,
-    manager: AsyncLLMServerManager | None,
-    held_out: Mapping[str, Sequence[Prompt]],
-    sampling: Mapping[str, SetSampling],
-    place: ValidationPlace,
-) -> Validation:
-    """The measurement of held-out sets with a source. `manager`: of the source's replicas; None = it has none."""
-    sets = [HeldOut(name, prompts, sampling[name]) for name, prompts in held_out.items()]
-    return Validation(sets, source, manager, place)
+def _build_own_validation(
+    sets: Sequence[HeldOut], roles: RolloutRoles, engines: Engines, options: RolloutOptions
+) -> ReplicaValidation:
+    source, pause_timeout_s = roles.groups(engines.manager), options.sync.interrupt_timeout_s
+    return ReplicaValidation(sets, source, engines.manager, engines.supervisor, pause_timeout_s=pause_timeout_s)
 
 
 def _texts(prompts: PromptSource) -> Iterator[Sequence[int]]:
@@ -266,29 +251,18 @@ def _texts(prompts: PromptSource) -> Iterator[Sequence[int]]:
         yield prompt.token_ids
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunOptions:
-    """The plan of the loop, and its monitor."""
-
-    plan: RunPlan
-    monitor_interval_s: float | None = None
-    """Seconds between two reports of the health of all components; None = no monitor."""
-    custom_monitor: CustomMonitor | None = None
-
-
-def wire(
-    roles: PipelineParts,
-    options: RunOptions,
-    classes: ComponentTypes = ComponentTypes(),
-    turns: PhasedRollout | None = None,
+def build_pipeline(
+    parts: PipelineParts,
+    plan: RunPlan,
+    *,
+    trainer: type[TrainLoop] = TrainLoop,
+    monitor_interval_s: float | None = None,
+    custom_monitor: CustomMonitor | None = None,
 ) -> RLVRPipeline:
-    """The pipeline of one run. `roles` holds the objects of the rollout side that `wire_rollout` made, or clients of
-    them; `turns` is from `wire_rollout`, too.
+    """The pipeline of one run. `parts` holds the objects of the rollout side that `build_rollout` made, or clients of
+    them. `monitor_interval_s`: seconds between two reports of the health of all components; None = no monitor.
     """
-    if turns is not None:
-        roles = take_turns(roles, options.plan, turns)
-    trainer = classes.trainer(roles, options.plan)
-    interval_s = options.monitor_interval_s
-    monitor = HealthMonitor(trainer, roles, interval_s=interval_s or 0.0, custom_monitor=options.custom_monitor)
-    watch = None if interval_s is None else monitor.run
-    return RLVRPipeline(roles, options.plan, trainer=trainer, watch=watch, states=monitor.lines)
+    loop = trainer(parts, plan)
+    monitor = HealthMonitor(loop, parts, interval_s=monitor_interval_s or 0.0, custom_monitor=custom_monitor)
+    watch = None if monitor_interval_s is None else monitor.run
+    return RLVRPipeline(parts, plan, loop, watch=watch, states=monitor.lines)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING
@@ -35,6 +35,8 @@ TEMPLATES: dict[str, str | None] = {
 
 _PROBE = "1 2  3   4\n5\n\n6 \n 7\n"
 """Of digits, which every vocabulary has."""
+_BLOCK = 1 << 14
+"""Characters that are searched at a time: a search of megabytes would hold the interpreter."""
 _IMPORTING = threading.Lock()
 """transformers makes its names while it is imported: one that a second thread asks for meanwhile may be missing."""
 
@@ -117,6 +119,34 @@ def _given_back(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
 def special_marks(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
     """The texts of the special tokens, with which a template marks its turns."""
     return frozenset(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+
+
+def without_marks(text: str, marks: Collection[str]) -> str:
+    """Text from outside cannot speak in the name of the template: its marks are removed, also those that form when the
+    text on both sides of a removed one is joined. The time is linear in the text, however deep marks are nested.
+    """
+    if not any(mark in text for mark in marks):
+        return text
+    pattern = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))))
+    reach = max(map(len, marks)) - 1
+    kept: list[str] = []
+    """Characters, among which there is no mark."""
+    for start in range(0, len(text), _BLOCK):
+        rest = text[start : start + _BLOCK]
+        position = 0
+        while True:
+            seam = "".join(kept[-reach:]) if reach else ""
+            found = pattern.search(seam + rest[position : position + reach])
+            if found is not None and found.start() < len(seam):
+                del kept[found.start() - len(seam) :]
+                position += found.end() - len(seam)
+                continue
+            found = pattern.search(rest, position)
+            kept.extend(rest[position : found.start() if found is not None else len(rest)])
+            if found is None:
+                break
+            position = found.end()
+    return "".join(kept)
 
 
 def batch_decoder(tokenizer: PreTrainedTokenizerBase) -> BatchDecode:

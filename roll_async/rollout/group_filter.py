@@ -43,7 +43,7 @@ class GroupFilter:
             return GroupOutcome(fate=GroupFate.FAILED, reason=reason)
         verdict = group_verdict(values, variance_threshold=self.variance_threshold, singletons=self.singletons)
         fate = GroupFate.KEPT if verdict == "keep" else GroupFate.FILTERED
-        return GroupOutcome(fate=fate, group=group, reason=verdict)
+        return GroupOutcome(fate=fate, group=group, reason=verdict, verdict=verdict)
 
 
 def metric_of(sample: Sample, name: str, shaping: OverlongShaping | None = None) -> float:

@@ -33,6 +33,8 @@ class GroupOutcome:
     group: Group | None = None
     """With KEPT, and with FILTERED unless a sample has no score."""
     reason: str = ""
+    verdict: str = ""
+    """Of the filter (`algorithms/group_variance.py`); `dropped_invalid` also where a sample has no score."""
     raised: bool = False
     """The code of its reward raised, so it has no scores; which line it was has been told."""
     never_scored: bool = False

@@ -85,7 +85,7 @@ class PromptPool(PromptSource, Protocol):
     def metrics(self) -> Mapping[str, float]: ...
 
 
-class Validator(Protocol):
+class ValidationMeasure(Protocol):
     """`pipelines/validation.py`, or its client in another process."""
 
     async def prepare(self, step: int) -> bool:

@@ -18,11 +18,12 @@ from roll_async.buffer.errors import StallError, first_cause
 from roll_async.buffer.freshness import BatchFreshness
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.states import QueueStats
-from roll_async.rollout.protocol import Validator
+from roll_async.rollout.protocol import ValidationMeasure
 from roll_async.rollout.rollouter import Rollouter, RollouterStats
 from roll_async.schema import Group, WeightVersion
 from roll_async.weight_sync.canary import CanaryReport
-from roll_async.weight_sync.synchronizer import ParameterSynchronizer, SyncReport, SyncStatus
+from roll_async.weight_sync.protocol import SyncReport, SyncStatus
+from roll_async.weight_sync.push import ParameterSynchronizer
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class CoupledRollout(Protocol):
     def synchronizer(self) -> ParameterSynchronizer: ...
 
     @property
-    def validate(self) -> Validator | None: ...
+    def validate(self) -> ValidationMeasure | None: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -272,7 +273,7 @@ class SynchronizerClient:
 
 
 class ValidateClient:
-    """`Validator`."""
+    """`ValidationMeasure`."""
 
     def __init__(self, calls: RolloutCalls) -> None:
         self.prepare, self._validate = calls.prepare_validation, calls.validate
@@ -283,9 +284,6 @@ class ValidateClient:
 
 class RolloutClient:
     """Clients of the coupled roles, for the driver."""
-
-    turns = None
-    """Roles on shared devices are refused before this process starts."""
 
     def __init__(self, channel: RpcChannel, *, validates: bool) -> None:
         self.queue, self.rollouter = QueueClient(channel), RollouterClient(channel)

@@ -240,10 +240,10 @@ class Rollouter:
             self._budget.judged(kept=outcome.fate is GroupFate.KEPT)
 
     def _count(self, outcome: GroupOutcome) -> None:
-        """Count the filter's verdict (a reason begins with it), and copies among the samples."""
+        """Count the filter's verdict, and copies among the samples."""
         if outcome.fate not in (GroupFate.KEPT, GroupFate.FILTERED):
             return
-        verdict = "kept" if outcome.fate is GroupFate.KEPT else outcome.reason.partition(":")[0]
+        verdict = "kept" if outcome.fate is GroupFate.KEPT else outcome.verdict
         if outcome.group is not None:
             self._duplicates.add(outcome.group)
         self._judged["seen"] += 1

@@ -18,7 +18,8 @@ from roll_async.rollout.request_dispatch import REPLY_WITHIN_S, RequestDispatch
 from roll_async.schema import Prompt
 
 if TYPE_CHECKING:
-    from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, RolloutResult
+    from roll_async.rollout.chat_scheduler import ChatCompletionScheduler
+    from roll_async.rollout.rounds import RolloutResult
 
 
 class AsyncLLMServerManager(RequestDispatch):

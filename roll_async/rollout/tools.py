@@ -1,7 +1,7 @@
 """Tools: the calls in an answer of the model are run, and their results are appended as tokens for its next turn.
 
     completion --find_calls--> none: the conversation is complete
-                         +---> run in parallel --> codec.tool_turn(results) --> tokens of the next turn, loss mask 0
+                         +---> run in parallel --> codec.between(results) --> tokens of the next turn, loss mask 0
 
 The model's own tokens are only read (decoded to find the calls), never rebuilt from text.
 """
@@ -9,25 +9,25 @@ The model's own tokens are only read (decoded to find the calls), never rebuilt 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
-from roll_async.observe.outside import OutsideError, asked, encodable, plain, text_of
+from roll_async.observe.outside import OutsideError, asked, encodable, text_of
 from roll_async.prompts.row_tools import RowTools, tools_of_row
-from roll_async.schema import Completion, ExpertRecord, FinishReason, Prompt, Sample, join_records, merge_runs
+from roll_async.prompts.tool_calls import CallFormat, ToolCall, name_of
+from roll_async.rollout.trace_tree import TraceTree
+from roll_async.schema import Completion, FinishReason, Prompt, Sample
 
 logger = logging.getLogger(__name__)
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _LONGEST_RESULT = 20_000
 """Characters of a result, or of an error."""
 _MOST_CALLS = 64
 """Of one turn; those beyond it are not run."""
+_ANY = RowTools()
 
 
 class Tool(Protocol):
@@ -39,104 +39,45 @@ class Tool(Protocol):
 
 
 class ToolCodec(Protocol):
-    """Converts between tokens and text; `prompts/tool_turns.py`."""
+    """Converts between tokens and text; `agents/rendering.py: TemplateRenderer`."""
+
+    @property
+    def calls(self) -> CallFormat:
+        """How the model writes calls."""
+        ...
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
-    def tool_turn(self, last_token: int, results: Sequence[str]) -> Sequence[int]:
+    def between(self, last_token: int, results: Sequence[str]) -> Sequence[int]:
         """Tokens between the end of the model's turn, whose last token is given, and the beginning of its next."""
         ...
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ToolCall:
-    """One call found in a completion."""
-
-    name: str
-    arguments: Mapping[str, object] = field(default_factory=dict)
-    problem: str = ""
-    """Why it cannot be run; the model is told."""
-    call_id: str = ""
-    """Of an agent's API; empty where tools are called in the text alone."""
-
-
-class Transcript:
-    """One conversation as tokens: the prompt, the model's turns (trained) and the tools' (masked)."""
-
-    def __init__(self, prompt: Prompt) -> None:
-        self.prompt = prompt
-        self._tokens, self._logprobs, self._mask = array("i"), array("f"), bytearray()
-        self._runs: list[tuple[int, int]] = []
-        self._experts: list[ExpertRecord] = []
-        self._generation_s = 0.0
-        self._finish_reason, self._replica = FinishReason.ABORT, ""
-        self.num_turns = 0
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    @property
-    def token_ids(self) -> array:
-        """Prompt and everything after it: what the next turn continues."""
-        return self.prompt.token_ids + self._tokens if self._tokens else self.prompt.token_ids
-
-    @property
-    def recorded_positions(self) -> int:
-        """Positions whose experts the turns so far have recorded."""
-        return sum(record.num_positions for record in self._experts)
-
-    def add_completion(self, completion: Completion) -> None:
-        """A turn of the model."""
-        self._tokens += completion.token_ids
-        self._logprobs += completion.logprobs
-        self._mask += b"\x01" * len(completion.token_ids)
-        self._runs += completion.version_runs
-        if completion.experts is not None:
-            self._experts.append(completion.experts)
-        self._generation_s += completion.generation_s
-        self._finish_reason, self._replica = completion.finish_reason, completion.replica
-        self.num_turns += 1
-
-    def add_masked(self, token_ids: Sequence[int]) -> None:
-        """Tokens that the model did not sample: mask 0, log-prob 0, the version of the turn before them."""
-        assert self._runs, "tools answer a turn of the model"
-        self._tokens.extend(token_ids)
-        self._logprobs.extend([0.0] * len(token_ids))
-        self._mask += b"\x00" * len(token_ids)
-        self._runs.append((self._runs[-1][0], len(token_ids)))
-
-    def end(self, reason: FinishReason) -> None:
-        """Set another finish reason than that of the last turn."""
-        self._finish_reason = reason
-
-    def sample(self, name: str) -> Sample:
-        """The whole conversation, not scored yet."""
-        return Sample(
-            sample_id=name,
-            prompt_token_ids=self.prompt.token_ids,
-            response_token_ids=self._tokens,
-            loss_mask=bytes(self._mask),
-            behaviour_logprobs=self._logprobs,
-            version_runs=merge_runs(self._runs),
-            finish_reason=self._finish_reason,
-            generation_s=self._generation_s,
-            num_turns=self.num_turns,
-            experts=join_records(self._experts),
-            replica=self._replica,
-        )
-
-
-class ToolRuns:
+class Toolbox:
     """Runs calls of functions, which are user code: whatever they give or raise becomes text that the model reads."""
 
-    def __init__(self, functions: Mapping[str, Callable[[Mapping[str, object]], object]], *, timeout_s: float) -> None:
-        """A function gives its result, or an awaitable of it."""
+    def __init__(
+        self,
+        functions: Mapping[str, Callable[[Mapping[str, object]], object]],
+        *,
+        timeout_s: float,
+        schemas: Sequence[Mapping[str, object]] = (),
+        tells_names: bool = False,
+    ) -> None:
+        """A function gives its result, or an awaitable of it. `schemas`: JSON schemas of those that are offered to the
+        model. `tells_names`: who calls a function that is not there reads which ones are.
+        """
         self._functions, self._timeout_s = functions, timeout_s
+        self.schemas, self._tells_names = tuple(schemas), tells_names
         self.num_calls = self.num_failures = 0
 
-    async def results(self, calls: Sequence[ToolCall], row: RowTools) -> list[str]:
-        """Of the calls of one turn, in their order; they run in parallel. `row`: what the prompt's row allows and adds
-        to the arguments.
+    def offered(self, row: RowTools) -> tuple[Mapping[str, object], ...]:
+        """Schemas of the functions that a row may call."""
+        return tuple(schema for schema in self.schemas if row.allows(name_of(schema)))
+
+    async def run(self, calls: Sequence[ToolCall], row: RowTools = _ANY) -> list[str]:
+        """Results of the calls of one turn, in their order; they run in parallel. `row`: what the prompt's row allows
+        and adds to the arguments.
         """
         surplus = f"not run: one turn may hold {_MOST_CALLS} calls"
         checked = [call if i < _MOST_CALLS else replace(call, problem=surplus) for i, call in enumerate(calls)]
@@ -160,10 +101,14 @@ class ToolRuns:
         return encodable(f"error: {problem}"[:_LONGEST_RESULT])
 
     def _unknown(self, name: str, row: RowTools) -> str:
-        return f"there is no tool '{name}'"
+        unknown = f"there is no tool '{name}'"
+        if not self._tells_names:
+            return unknown
+        there = [name for name in self._functions if row.allows(name)]
+        return f"{unknown}; there are: {', '.join(there) or 'none'}"
 
 
-class ToolCompletionCallback(ToolRuns):
+class ToolCompletionCallback:
     """Called with every completion of a conversation: runs the tools it asks for, or says that it is complete.
 
     Sub-class it for another format of calls (`find_calls`) or of the finished sample (`postprocess`).
@@ -172,59 +117,27 @@ class ToolCompletionCallback(ToolRuns):
     def __init__(
         self, tools: Mapping[str, Tool], codec: ToolCodec, *, max_turns: int = 8, timeout_s: float = 30.0
     ) -> None:
-        super().__init__(tools, timeout_s=timeout_s)
+        self.toolbox = Toolbox(tools, timeout_s=timeout_s)
         self._codec, self._max_turns = codec, max_turns
 
-    async def __call__(self, transcript: Transcript, completion: Completion) -> Sequence[int] | None:
-        """Tokens to append before the model goes on; None when the conversation is complete."""
+    async def __call__(self, prompt: Prompt, tree: TraceTree, completion: Completion) -> Sequence[int] | None:
+        """Tokens to append before the model goes on; None when the conversation is complete. `tree`: what was said so
+        far, the completion included.
+        """
+        # A turn that was cut at its length may hold half a call, and has left no room for a result.
         stopped = completion.finish_reason is FinishReason.STOP and len(completion.token_ids) > 0
-        if not stopped or transcript.num_turns >= self._max_turns:
+        if not stopped or len(tree.turns) >= self._max_turns:
             return None
         calls = self.find_calls(self._codec.decode(completion.token_ids))
         if not calls:
             return None
-        results = await self.results(calls, tools_of_row(transcript.prompt.extra))
-        return self._codec.tool_turn(completion.token_ids[-1], results)
+        results = await self.toolbox.run(calls, tools_of_row(prompt.extra))
+        return self._codec.between(completion.token_ids[-1], results)
 
     def find_calls(self, text: str) -> list[ToolCall]:
-        """Calls in the order of the text: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Qwen and
-        Hermes models write them.
-        """
-        return [parse_call(text[start:end].strip()) for start, end in call_spans(text)]
+        """Calls in the order of the text, in the form of the model: `prompts/tool_calls.py`."""
+        return self._codec.calls.read(text)[1]
 
-    def postprocess(self, transcript: Transcript, name: str) -> Sample:
+    def postprocess(self, tree: TraceTree, name: str) -> Sample:
         """The sample of a complete conversation: tokens as they were, masks and versions beside them."""
-        return transcript.sample(name)
-
-
-def call_spans(text: str, *, unclosed: bool = False) -> Iterator[tuple[int, int]]:
-    """(start, end) of what stands between the marks of each call, in time linear in the text. `unclosed`: the last one
-    may lack its end.
-    """
-    start = text.find(_OPEN)
-    while start >= 0:
-        start += len(_OPEN)
-        end = text.find(_CLOSE, start)
-        if end < 0:
-            if unclosed:
-                yield start, len(text)
-            return
-        yield start, end
-        start = text.find(_OPEN, end + len(_CLOSE))
-
-
-def parse_call(text: str) -> ToolCall:
-    """The call that `{"name": ..., "arguments": {...}}` is, or says that it cannot be. Never evaluated."""
-    try:
-        call = plain(json.loads(text, parse_constant=_no_number))
-    except (ValueError, RecursionError) as error:
-        reason = f"{error.msg} at character {error.pos}" if isinstance(error, json.JSONDecodeError) else str(error)
-        return ToolCall(name="", problem=f"the call is not valid JSON ({reason})")
-    name, arguments = (call.get("name"), call.get("arguments", {})) if isinstance(call, dict) else (None, None)
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        return ToolCall(name="", problem='a call is {"name": string, "arguments": object}')
-    return ToolCall(name=name, arguments=arguments)
-
-
-def _no_number(name: str) -> object:
-    raise ValueError(f"{name} is no number of JSON")
+        return tree.answer(name)

@@ -1,4 +1,4 @@
-"""A fake engine: `inference/protocol.py: Engine` without a model.
+"""A fake engine: `inference/engine.py: Engine` without a model.
 
 Requests that run share the decoder. `_work` is how many tokens each of them has been given since the start; a request
 that joined at work w and needs n tokens ends when the work reaches w + n, so an event costs O(log running) and nothing

@@ -12,7 +12,7 @@ from roll_async.rollout.manager_options import ManagerOptions
 from roll_async.simulator.figures import Workload
 from roll_async.simulator.models import EngineFaults, LengthModel, RewardModel, SpeedModel, TrainModel
 from roll_async.simulator.scenario import Scenario
-from roll_async.weight_sync.synchronizer import SyncOptions
+from roll_async.weight_sync.protocol import SyncOptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

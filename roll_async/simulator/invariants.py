@@ -14,8 +14,8 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from roll_async.buffer.message_queue import MessageQueue
-from roll_async.buffer.staleness import StalenessPolicy, exact_ratio
 from roll_async.buffer.states import GroupState, ReleaseReason, Slot
+from roll_async.config.staleness import StalenessPolicy, exact_ratio
 from roll_async.inference.engine_host import PROGRESS_INTERVAL_S
 from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.schema import Answered, GenerateRequest, Group, Outcome, Prompt, Sample, SamplingParams

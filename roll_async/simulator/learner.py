@@ -12,7 +12,9 @@ from statistics import mean, stdev
 
 from torch import Tensor
 
+from roll_async.config.advantage_options import advantage_options_class
 from roll_async.config.correction_options import CorrectionOptions
+from roll_async.config.schema_algorithm import AlgorithmConfig
 from roll_async.schema import Group
 from roll_async.simulator.invariants import Watch
 from roll_async.simulator.scenario import Scenario
@@ -31,14 +33,17 @@ def real_learner(
     queue, scheduler = scenario.queue, scenario.scheduler
     masks = queue.bound_versions if queue.policy.value == "token_mask" else None
     actor = ComparingActor(scenario, watch, masks)
+    estimator = "remax" if scheduler.greedy_baseline else "grpo"
+    algorithm = AlgorithmConfig(
+        adv_estimator=estimator,
+        proximal_logprobs="recompute",
+        adv_options=advantage_options_class(estimator)(),
+        correction=CorrectionOptions(weight_level="none"),
+    )
     options = LearnerOptions(
         domains=("sim",),
         response_length=scheduler.sampling.max_new_tokens if scenario.worlds is None else scenario.worlds.max_context,
-        adv_estimator="remax" if scheduler.greedy_baseline else "grpo",
-        adv_options={},
-        pg_variant="ppo",
-        pg_options=None,
-        correction=CorrectionOptions(weight_level="none"),
+        algorithm=algorithm,
         mask_older_than=masks,
     )
     learner = (make or Learner)(LearnerParts(actor=actor), options)  # type: ignore[arg-type]

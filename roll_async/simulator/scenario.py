@@ -6,16 +6,16 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import TYPE_CHECKING
 
-from roll_async.buffer.staleness import StalenessPolicy, staleness_bound
 from roll_async.buffer.states import QueueOptions
+from roll_async.config.staleness import StalenessPolicy, staleness_bound
 from roll_async.pipelines.protocol import RunPlan
 from roll_async.pipelines.validation import SetSampling
 from roll_async.pipelines.wire import RolloutOptions
 from roll_async.rollout.chat_scheduler import SchedulerOptions
-from roll_async.rollout.conversations import ScoringOptions
 from roll_async.rollout.filter_budget import BudgetOptions
 from roll_async.rollout.group_filter import GroupFilter
 from roll_async.rollout.manager_options import ManagerOptions
+from roll_async.rollout.scoring import ScoringOptions
 from roll_async.schema import SamplingParams
 from roll_async.simulator.models import (
     EngineFaults,
@@ -28,7 +28,7 @@ from roll_async.simulator.models import (
     WorldModel,
 )
 from roll_async.simulator.text import STOP, Texts
-from roll_async.weight_sync.synchronizer import SyncOptions
+from roll_async.weight_sync.protocol import SyncOptions
 
 if TYPE_CHECKING:
     from roll_async.simulator.agents.texts import TraceTexts

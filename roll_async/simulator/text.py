@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from zlib import crc32
 
+from roll_async.prompts.tool_calls import HERMES
 from roll_async.rollout.tools import Tool, ToolCompletionCallback
 from roll_async.schema import VersionRuns, WeightVersion
 from roll_async.simulator.models import LengthModel, ToolModel, uniform
@@ -178,13 +179,15 @@ def expected_logprobs(name: str, start: int, mask: bytes, runs: VersionRuns) -> 
 class Codec:
     """`rollout/tools.py: ToolCodec`."""
 
+    calls = HERMES
+
     def __init__(self, texts: Texts) -> None:
         self._texts = texts
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return decode(token_ids)
 
-    def tool_turn(self, last_token: int, results: Sequence[str]) -> Sequence[int]:
+    def between(self, last_token: int, results: Sequence[str]) -> Sequence[int]:
         place = position_of(last_token)
         return range(place + 1, place + 1 + self._texts.answer_tokens(place))
 

@@ -27,10 +27,9 @@ from roll_async.pipelines.wire import (
     EngineOptions,
     RolloutRoles,
     RolloutSide,
-    RunOptions,
-    connect,
-    wire,
-    wire_rollout,
+    build_engines,
+    build_pipeline,
+    build_rollout,
 )
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler
 from roll_async.rollout.engine_supervisor import EngineSupervisor
@@ -179,13 +178,13 @@ class SimulatedRun:
         options = EngineOptions(
             manager=self._manager_options(), max_restarts=scenario.max_restarts, start_timeout_s=_START_TIMEOUT_S
         )
-        engines = connect(replicas, starter, options, classes)  # pyright: ignore[reportArgumentType]  # never scores
+        engines = build_engines(replicas, starter, options, classes)  # pyright: ignore[reportArgumentType]  # never scores
         await engines.start(stack)
         self.managers.append(engines.manager)
         self.manager, self.supervisor = engines.manager, engines.supervisor
         validators = None
         if of_validation := [starter.first(faults) for faults in scenario.validation_engines]:
-            validators = connect(of_validation, starter, options, classes)  # pyright: ignore[reportArgumentType]
+            validators = build_engines(of_validation, starter, options, classes)  # pyright: ignore[reportArgumentType]
             await validators.start(stack)
             self.managers.append(validators.manager)
         step = self.watch.restored_step
@@ -202,10 +201,10 @@ class SimulatedRun:
             restored=step,
             position=self.store.position_of(step),
         )
-        side = wire_rollout(roles, scenario.rollout, classes)
+        side = build_rollout(roles, scenario.rollout, classes)
         self.watch.restored(side.queue)
         plan = replace(scenario.plan, first_step=step + 1, measures_restored=step > 0)
-        pipeline = wire(self._parts(side), RunOptions(plan=plan), classes)
+        pipeline = build_pipeline(self._parts(side), plan, trainer=classes.trainer)
         self._set_fault_timers(pipeline)
         assert isinstance(side.queue, CheckedQueue)
         self.queue = side.queue

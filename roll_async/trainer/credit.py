@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from roll_async.algorithms.advantages import ADVANTAGES, AdvantageInputs
+from roll_async.algorithms.advantages import AdvantageInputs, estimator_function
 from roll_async.algorithms.masked import segment_ids_from_mask
 from roll_async.schema import TrainBatch
 
@@ -121,7 +121,7 @@ def advantages(
     """(advantages [B,T], returns [B,T]). `scores` [B] of the trajectories; `rewards` [B,T] replaces them, token by
     token.
     """
-    compute = ADVANTAGES[estimator]
+    compute = estimator_function(estimator)
     if estimator in COMPARE_TURNS:
         fold, inputs = _turn_inputs(batch, scores, rewards)
     else:

@@ -15,18 +15,19 @@ import asyncio
 import logging
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from roll_async.algorithms import rewards as reward_math
-from roll_async.algorithms.correction import CorrectionOptions, correct, correction_metrics
+from roll_async.algorithms.correction import correct, correction_metrics
 from roll_async.algorithms.kl import kl_estimate, kl_in_reward, update_kl_coefficient
 from roll_async.algorithms.masked import masked_mean, whiten
 from roll_async.algorithms.rewards import RunningMoments
 from roll_async.config.schema import PipelineConfig
+from roll_async.config.schema_algorithm import AlgorithmConfig
 from roll_async.schema import ExpertRows, Group, TrainBatch
 from roll_async.trainer import credit
 from roll_async.trainer.collate import collate
@@ -39,72 +40,46 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LearnerOptions:
-    """The part of the config that shapes the training signal; see `config/` for each key."""
+    """The config's section `algorithm`, and what a step needs of the rest of the config."""
 
+    algorithm: AlgorithmConfig
+    """Of proximal_logprobs auto is decided. reuse: only for steps of one optimizer step, else recompute."""
     domains: tuple[str, ...]
     response_length: int
-    adv_estimator: str
-    adv_options: Mapping[str, object]
-    pg_variant: str
-    pg_options: object
-    correction: CorrectionOptions
-    proximal_logprobs: str = "recompute"
-    """reuse: only for steps of one optimizer step, else recompute; never auto."""
+    """Of the longest response, in tokens."""
     mini_batch_rows: int = 1
-    norm_mean_type: str = "none"
-    norm_std_type: str = "none"
-    reward_shift: float = 0.0
-    reward_scale: float = 1.0
-    reward_clip: float | None = None
-    advantage_clip: float | None = None
-    whiten_advantages: bool = False
-    token_kl_coef: float = 0.0
-    kl_loss_coef: float = 0.0
-    kl_estimator: str = "k3"
-    target_kl: float | None = None
-    kl_horizon: int = 10000
-    distill_coef: float = 0.0
-    max_len_mask: bool = False
-    difficulty_low: float | None = None
-    difficulty_high: float | None = None
-    overlong_len: int = 0
-    """0 = no overlong shaping."""
-    overlong_penalty_factor: float = 1.0
     loss_parts: Mapping[str, str] = field(default_factory=dict)
     """By domain, where its rows feed another part of the loss than the policy's."""
     mask_older_than: int | None = None
     """Versions; tokens over it leave the loss (staleness policy token_mask). None = off."""
-    critic_warmup: int = 0
     router_replay: bool = False
     """The actor's routers take the experts the engines took."""
     seed: int = 42
 
     @property
+    def estimator_options(self) -> Mapping[str, object]:
+        """`algorithm.adv_options` as keywords."""
+        return asdict(self.algorithm.adv_options)
+
+    @property
     def reported_numbers(self) -> tuple[str, ...]:
         """Numbers of the rewards, besides the score, that the estimator reads."""
-        names = self.adv_options.get("rewards", ()) if self.adv_estimator == "gdpo" else ()
+        names = self.estimator_options.get("rewards", ()) if self.algorithm.adv_estimator == "gdpo" else ()
         assert isinstance(names, Sequence)
         return tuple(name for name in names if name != "score")
 
     @classmethod
     def of(cls, config: PipelineConfig) -> LearnerOptions:
-        """What shapes the training signal, as the config has it; algorithm keys of the same name as they are."""
-        algorithm = config.algorithm
-        same = {f.name for f in fields(cls)} & {f.name for f in fields(type(algorithm))}
-        values = {name: getattr(algorithm, name) for name in same - {"adv_options", "proximal_logprobs"}}
+        """As the config has it."""
         staleness = config.async_training.staleness
-        if algorithm.proximal_logprobs == "auto" and config.proximal_needed_early is not None:
+        if config.algorithm.proximal_logprobs == "auto" and config.proximal_needed_early is not None:
             logger.info("proximal log-probs take a forward pass of their own: %s", config.proximal_needed_early)
         return cls(
-            **values,
-            proximal_logprobs=config.source_of_proximal,
+            algorithm=replace(config.algorithm, proximal_logprobs=config.source_of_proximal),
             mini_batch_rows=config.mini_batch_size,
             domains=config.domains,
             loss_parts=config.loss_parts,
             response_length=config.longest_response,
-            adv_options=asdict(algorithm.adv_options),
-            overlong_len=algorithm.overlong_buffer.len if algorithm.overlong_buffer.enable else 0,
-            overlong_penalty_factor=algorithm.overlong_buffer.penalty_factor,
             router_replay=config.actor_train.router_replay,
             mask_older_than=staleness.max_versions if staleness.policy == "token_mask" else None,
             seed=config.seed,
@@ -151,8 +126,8 @@ class Learner:
 
     def __init__(self, parts: LearnerParts, options: LearnerOptions) -> None:
         self._parts = parts
-        self._options = options
-        self.state = LearnerState(token_kl_coef=options.token_kl_coef)
+        self._options, self._algorithm = options, options.algorithm
+        self.state = LearnerState(token_kl_coef=self._algorithm.token_kl_coef)
         self._told_of_rate = False
 
     def export_state(self) -> dict[str, object]:
@@ -164,7 +139,7 @@ class Learner:
         self.state = LearnerState.from_json(state)
 
     async def learn(self, groups: Sequence[Group], step: int) -> StepReport:
-        """Train on whole groups. `step` counts from 1; staleness as in `buffer/staleness.py`."""
+        """Train on whole groups. `step` counts from 1; staleness as in `config/staleness.py`."""
         loop, options, parts = asyncio.get_running_loop(), self._options, self._parts
         began = loop.time()
         batch = await asyncio.to_thread(
@@ -193,9 +168,10 @@ class Learner:
                 tokens=batch.tokens, lengths=batch.lengths, mask=batch.mask, old_values=values, returns=signal.returns
             )
             update_values = partial(parts.critic.update_values, value_rows, step)
-        actor_learns = parts.critic is None or step > options.critic_warmup
+        actor_learns = parts.critic is None or step > self._algorithm.critic_warmup
         if actor_learns:
-            metrics["trainer/proximal_reused"] = float(proximal is None and options.proximal_logprobs == "reuse")
+            reused = proximal is None and self._algorithm.proximal_logprobs == "reuse"
+            metrics["trainer/proximal_reused"] = float(reused)
         updates: Sequence[Job[Mapping[str, float]]] = [
             ("critic", update_values),
             ("actor_train", (lambda: parts.actor.update_policy(policy_rows, step)) if actor_learns else None),
@@ -220,7 +196,7 @@ class Learner:
         """([B,T] proximal, reference and teacher log-probs, values, squares, or None each; the actor's wait in s)."""
         parts = self._parts
         squares = None
-        if self._options.adv_estimator == "optimal_token_baseline":
+        if self._options.algorithm.adv_estimator == "optimal_token_baseline":
             squares = partial(parts.actor.compute_squares, replace(rows, experts=self._replayed(batch)))
         jobs: Sequence[Job[Tensor | None]] = [
             ("actor_train", partial(self._proximal, batch, rows)),
@@ -233,7 +209,7 @@ class Learner:
 
     async def _proximal(self, batch: TrainBatch, rows: TokenRows) -> Tensor | None:
         """[B,T] log-probs of the weights at the start of the step; None when each micro-batch makes its own."""
-        source = self._options.proximal_logprobs
+        source = self._algorithm.proximal_logprobs
         if source == "reuse" and len(mini_batch_ranges(len(batch.lengths), self._options.mini_batch_rows)) > 1:
             source = "recompute"
         match source:
@@ -272,7 +248,7 @@ class Learner:
         scores, baselines, metrics = self._shaped_scores(batch)
         batch = replace(batch, baseline_scores=baselines)
         token_rewards = None if batch.turns is None else credit.token_rewards(batch, scores)
-        if options.token_kl_coef > 0:
+        if self._algorithm.token_kl_coef > 0:
             assert reference is not None, "config refuses token_kl_coef without a reference"
             token_rewards = kl_in_reward(
                 token_rewards_BT=credit.token_rewards(batch, scores),
@@ -280,25 +256,30 @@ class Learner:
                 ref_logprobs_BT=reference,
                 mask_BT=batch.mask,
                 coefficient=self.state.token_kl_coef,
-                estimator=options.kl_estimator,
+                estimator=self._algorithm.kl_estimator,
             )
             observed = kl_estimate(logprobs_BT=known, ref_logprobs_BT=reference, mask_BT=batch.mask, estimator="k1")
             metrics["kl/reference"] = float(masked_mean(values_BT=observed, mask_BT=batch.mask))
-        if options.adv_estimator == "gdpo":
+        if self._algorithm.adv_estimator == "gdpo":
             evidence = replace(evidence, reward_parts=self._reward_parts(batch, scores))
-        elif options.adv_estimator == "rae":
+        elif self._algorithm.adv_estimator == "rae":
             evidence = replace(evidence, role_baselines=self._role_baselines(batch, scores))
         advantages, returns = credit.advantages(
-            batch, options.adv_estimator, options.adv_options, scores=scores, rewards=token_rewards, evidence=evidence
+            batch,
+            self._algorithm.adv_estimator,
+            options.estimator_options,
+            scores=scores,
+            rewards=token_rewards,
+            evidence=evidence,
         )
         policy = batch.mask & self._part(batch, "policy")[:, None]
-        if options.whiten_advantages:
+        if self._algorithm.whiten_advantages:
             advantages = whiten(values_BT=advantages, mask_BT=policy)
-        if (limit := options.advantage_clip) is not None:
+        if (limit := self._algorithm.advantage_clip) is not None:
             advantages = advantages.clamp(-limit, limit)
         if teacher is not None:
             distance = kl_estimate(logprobs_BT=known, ref_logprobs_BT=teacher, mask_BT=policy, estimator="k1")
-            advantages = advantages - options.distill_coef * distance.detach()
+            advantages = advantages - self._algorithm.distill_coef * distance.detach()
         mask = self._loss_mask(batch) & policy
         metrics["staleness/masked_fraction"] = 1.0 - float(mask.sum()) / max(1, int(policy.sum()))
         metrics["advantages/std"] = float(advantages[policy].std()) if int(policy.sum()) > 1 else 0.0
@@ -324,13 +305,13 @@ class Learner:
 
     def _reward_parts(self, batch: TrainBatch, scores: Tensor) -> Tensor:
         """[B,K] the rewards of gdpo, in their order."""
-        names = self._options.adv_options["rewards"]
+        names = self._options.estimator_options["rewards"]
         assert isinstance(names, Sequence)
         return torch.stack([scores if name == "score" else batch.reported[name] for name in names], -1)
 
     def _role_baselines(self, batch: TrainBatch, scores: Tensor) -> Tensor:
         """[B] baselines of rae; the averages go on, trajectory by trajectory."""
-        decay, averages = self._options.adv_options["decay"], self.state.role_averages
+        decay, averages = self._options.estimator_options["decay"], self.state.role_averages
         assert isinstance(decay, float)
         names = sorted({*averages, *batch.roles})
         lead = credit.first_rows(batch)
@@ -353,24 +334,25 @@ class Learner:
 
         def scaled(values: Tensor) -> Tensor:
             return reward_math.shift_scale_rewards(
-                scores_B=values, shift=options.reward_shift, scale=options.reward_scale
+                scores_B=values, shift=self._algorithm.reward_shift, scale=self._algorithm.reward_scale
             )
 
         scores = scaled(batch.scores)
         baselines = None if batch.baseline_scores is None else scaled(batch.baseline_scores)
-        if options.overlong_len:
+        overlong = self._algorithm.overlong_buffer
+        if overlong.enable:
             penalty = reward_math.overlong_penalty(
                 lengths_B=batch.response_lengths,
                 max_length=options.response_length,
-                buffer_length=options.overlong_len,
-                factor=options.overlong_penalty_factor,
+                buffer_length=overlong.len,
+                factor=overlong.penalty_factor,
             )
             scores = scores + penalty
             metrics["reward/overlong_penalty"] = float(penalty.mean())
             metrics["reward/overlong_share"] = float((penalty < 0).float().mean())
-        if options.norm_mean_type != "none" or options.norm_std_type != "none":
+        if self._algorithm.norm_mean_type != "none" or self._algorithm.norm_std_type != "none":
             scores, baselines = self._normalised(batch, scores, baselines)
-        if (limit := options.reward_clip) is not None:
+        if (limit := self._algorithm.reward_clip) is not None:
             scores = scores.clamp(-limit, limit)
             baselines = None if baselines is None else baselines.clamp(-limit, limit)
         return scores, baselines, metrics
@@ -379,7 +361,7 @@ class Learner:
         """[B] normalised per domain, because domains have their own scale of difficulty; a trajectory counts once,
         however many rows it has. Baselines are put on the scale of the scores.
         """
-        options, result = self._options, torch.zeros_like(scores)
+        result = torch.zeros_like(scores)
         shifted = None if baselines is None else torch.zeros_like(baselines)
         lead = credit.first_rows(batch)
         counted = torch.zeros_like(scores, dtype=torch.bool)
@@ -394,8 +376,8 @@ class Learner:
                 reward_math.normalise_rewards,
                 scores_B=scores,
                 group_index_B=batch.group_index,
-                mean=options.norm_mean_type,
-                std=options.norm_std_type,
+                mean=self._algorithm.norm_mean_type,
+                std=self._algorithm.norm_std_type,
                 running=merged,
                 row_mask_B=rows,
             )
@@ -408,15 +390,15 @@ class Learner:
     def _loss_mask(self, batch: TrainBatch) -> Tensor:
         """[B,T] tokens that are trained: sampled ones minus what the sample masks and the staleness bound take out."""
         options, mask = self._options, batch.mask
-        if options.max_len_mask:
+        if self._algorithm.max_len_mask:
             keep = reward_math.max_length_keep(lengths_B=batch.response_lengths, max_length=options.response_length)
             mask = mask & keep[:, None]
-        if options.difficulty_low is not None or options.difficulty_high is not None:
+        if self._algorithm.difficulty_low is not None or self._algorithm.difficulty_high is not None:
             keep = reward_math.difficulty_keep(
                 scores_B=batch.scores,
                 group_index_B=batch.group_index,
-                low=-torch.inf if options.difficulty_low is None else options.difficulty_low,
-                high=torch.inf if options.difficulty_high is None else options.difficulty_high,
+                low=-torch.inf if self._algorithm.difficulty_low is None else self._algorithm.difficulty_low,
+                high=torch.inf if self._algorithm.difficulty_high is None else self._algorithm.difficulty_high,
             )
             mask = mask & keep[:, None]
         if options.mask_older_than is not None:
@@ -437,15 +419,15 @@ class Learner:
                 train_logprobs_BT=proximal,
                 rollout_logprobs_BT=batch.behaviour_logprobs,
                 mask_BT=signal.mask,
-                options=options.correction,
+                options=self._algorithm.correction,
                 segment_ids_BT=segments,
                 version_lag_BT=lag,
             )
             metrics = correction_metrics(sums=correction.sums)
             weights = correction.weights.float()
         selection = select_tokens(
-            options.pg_variant,
-            options.pg_options,
+            self._algorithm.pg_variant,
+            self._algorithm.pg_options,
             batch=batch,
             proximal=batch.behaviour_logprobs if proximal is None else proximal,
             advantages=signal.advantages,
@@ -462,7 +444,7 @@ class Learner:
             correction_weights=weights,
             scores=batch.scores,
             version_lag=lag,
-            ref_logprobs=reference if options.kl_loss_coef > 0 else None,
+            ref_logprobs=reference if self._algorithm.kl_loss_coef > 0 else None,
             segment_ids=segments,
             selection=selection,
             experts=self._replayed(batch),
@@ -478,13 +460,13 @@ class Learner:
         return float(bool(idle))
 
     def _adapt_kl(self, metrics: Mapping[str, float], batch: TrainBatch) -> None:
-        if self._options.target_kl is not None and "kl/reference" in metrics:
+        if self._options.algorithm.target_kl is not None and "kl/reference" in metrics:
             self.state.token_kl_coef = update_kl_coefficient(
                 coefficient=self.state.token_kl_coef,
                 observed_kl=metrics["kl/reference"],
                 num_samples=len(batch.lengths),
-                target=self._options.target_kl,
-                horizon=self._options.kl_horizon,
+                target=self._options.algorithm.target_kl,
+                horizon=self._options.algorithm.kl_horizon,
             )
 
 
@@ -497,5 +479,5 @@ def _of_responses(batch: TrainBatch, values: Tensor) -> tuple[array, ...]:
 
 
 def _version_lag(batch: TrainBatch) -> Tensor:
-    """[B,T] staleness of each sampled token in versions, as `buffer/staleness.py` counts it."""
+    """[B,T] staleness of each sampled token in versions, as `config/staleness.py` counts it."""
     return torch.where(batch.mask, batch.step - 1 - batch.versions, 0)

@@ -13,10 +13,7 @@ from dataclasses import dataclass
 
 from roll_async.checkpoint.known_models import known_config
 from roll_async.checkpoint.lora_targets import target_projections
-from roll_async.config.schema import PipelineConfig, SglangConfig, VllmConfig
-
-_LARGEST_RANK = 512
-"""Of vLLM's adapters."""
+from roll_async.config.schema import PipelineConfig
 
 PLAIN_LAYERS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Models whose checkpoints have each linear layer that adapters may be on as a tensor of its own."""
@@ -55,20 +52,20 @@ def choose_adapters(config: PipelineConfig) -> tuple[AdapterShape | None, str]:
 
 def _hindrance(config: PipelineConfig) -> str | None:
     """Why adapters cannot travel alone."""
-    strategy, rank = config.actor_infer.strategy_args.strategy_config, config.actor_train.model_args.lora_rank
+    engine, rank = config.actor_infer.engine, config.actor_train.model_args.lora_rank
+    title, largest = engine.traits.title, engine.traits.max_adapter_rank
     if not rank:
         return "actor_train.model_args.lora_rank is 0, there are no adapters"
     if config.weight_sync.sparse == "on":
         return "weight_sync.sparse: on sends what changed of merged weights"
-    match strategy:
-        case SglangConfig():
-            return "SGLang was never shown to compute with adapters whose weights are pushed, too"
-        case VllmConfig() if strategy.quantization is not None:
-            return f"quantization {strategy.quantization} below adapters was never tried"
-        case VllmConfig() if strategy.pipeline_parallel_size > 1:
-            return "an engine of several pipeline stages was never tried with adapters"
-        case VllmConfig() if rank > _LARGEST_RANK:
-            return f"vLLM's adapters have a rank of at most {_LARGEST_RANK}"
+    if largest == 0:
+        return f"{title} was never shown to compute with adapters whose weights are pushed, too"
+    if engine.quantization is not None:
+        return f"quantization {engine.quantization} below adapters was never tried"
+    if engine.pipeline_parallel_size > 1:
+        return "an engine of several pipeline stages was never tried with adapters"
+    if largest is not None and rank > largest:
+        return f"{title}'s adapters have a rank of at most {largest}"
     return _unknown_layers(config.actor_train.model_args.model_name_or_path)
 
 

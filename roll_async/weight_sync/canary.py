@@ -57,6 +57,19 @@ def band_of(config: PipelineConfig) -> float:
     return max(BANDS[name] for name in formats if name is not None)
 
 
+def on_policy_band(config: PipelineConfig) -> float | None:
+    """`band_of` for trained tokens of the present weights. None where these need not have the distribution that they
+    were sampled from: the KV cache of older weights is kept, sampling is truncated, or the weights change between the
+    parts of a step.
+    """
+    sampling = config.actor_infer.generating_args
+    truncated = sampling.top_k > 0 or sampling.top_p < 1
+    in_parts = config.async_training.require_batches < config.mini_batches_per_batch
+    if config.async_training.interrupt.mode == "keep" or truncated or in_parts:
+        return None
+    return band_of(config)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CanaryOptions:
     """Options of the check."""

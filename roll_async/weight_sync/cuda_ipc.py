@@ -19,8 +19,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from roll_async.weight_sync.bucket import Block, TensorSlot, UpdatePlan
 from roll_async.weight_sync.links import LinkReader, LinkWriter
 from roll_async.weight_sync.nccl import DeviceMedium
-from roll_async.weight_sync.packing import PlannedBlock, unpack
-from roll_async.weight_sync.receiving import BlockReader
+from roll_async.weight_sync.transfer import BlockReader, PlannedBlock, unpack
 
 _DEVICE_ARGUMENT = 6
 """Position of the device index in what `reduce_tensor` returns for a CUDA tensor."""

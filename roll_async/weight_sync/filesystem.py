@@ -7,8 +7,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from roll_async.weight_sync.packing import PlannedBlock
 from roll_async.weight_sync.shm import FileWriter
+from roll_async.weight_sync.transfer import PlannedBlock
 
 
 class FolderWriter:

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from roll_async.weight_sync.bucket import Block, TensorSlot, UpdatePlan
-from roll_async.weight_sync.packing import ALIGNMENT, PlannedBlock, pack, unpack
+from roll_async.weight_sync.transfer import ALIGNMENT, PlannedBlock, pack, unpack
 
 logger = logging.getLogger(__name__)
 
@@ -402,7 +402,7 @@ def _num_bytes(segments: _Segments) -> int:
 
 
 def _unpacked(block: Block, rank: int, segments: _Segments, data: Tensor) -> Iterator[tuple[TensorSlot, Tensor]]:
-    """As `packing.py: unpack`, from segments that are stored without gaps."""
+    """As `transfer.py: unpack`, from segments that are stored without gaps."""
     shifts, at = [], 0
     for start, stop in segments:
         shifts.append((start, stop, at - start))

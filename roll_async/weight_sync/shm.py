@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from roll_async.weight_sync.bucket import Block, TensorSlot, UpdatePlan
-from roll_async.weight_sync.packing import PlannedBlock, pack, unpack
+from roll_async.weight_sync.transfer import PlannedBlock, pack, unpack
 
 logger = logging.getLogger(__name__)
 

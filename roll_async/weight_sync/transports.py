@@ -1,19 +1,10 @@
-"""The transports of weights by name, and the choice of one for a device mapping."""
+"""The transports of weights by name, and the choice of one for a device mapping. Choosing must not import torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from importlib import import_module
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from roll_async.config.schema import PipelineConfig, SglangConfig
-from roll_async.weight_sync.bucket import FILES, STAGED, UpdatePlan
-
-if TYPE_CHECKING:  # choosing a transport must not import torch
-    from roll_async.weight_sync.changes import LastExport
-    from roll_async.weight_sync.packing import TensorPart
-    from roll_async.weight_sync.receiving import Receiver
-    from roll_async.weight_sync.sending import BlockSender, BlockWriter
+from roll_async.config.schema import PipelineConfig
 
 SENDERS: dict[str, str] = {
     "shm": "roll_async.weight_sync.shm.FileWriter",
@@ -38,16 +29,6 @@ times what a copy costs; between devices, it would have to pass through the host
 """
 
 
-_OTHER_PARTS = frozenset({
-    "attn_cp_size", "attn_dp_size", "dcp_size", "dp_size", "dwdp_size", "enable_dense_mlp_attn_tp",
-    "enable_dp_attention", "enable_dp_lm_head", "enable_prefill_cp", "enable_shared_experts_attn_tp",
-    "moe_dense_tp_size", "moe_dp_size", "shared_experts_tp_size", "speculative_algorithm",
-})  # fmt: skip
-"""Of `strategy_config.extra`: with these SGLang's ranks hold a model otherwise than `layout.py` cuts it, or a second
-one.
-"""
-
-
 def sends_changes(wanted: str, transport: str) -> bool:
     """`weight_sync.sparse` for a transport."""
     return wanted == "on" or (wanted == "auto" and transport in OVER_NETWORK)
@@ -66,13 +47,11 @@ def transport_of(config: PipelineConfig) -> tuple[str, str]:
 
 def needs_front_end(config: PipelineConfig) -> str | None:
     """Why the ranks of an engine cannot take weights in themselves, each its part on its device; None = they can."""
-    strategy = config.actor_infer.strategy_args.strategy_config
-    if not isinstance(strategy, SglangConfig):
-        return None
-    if strategy.pipeline_parallel_size > 1:
-        return "SGLang has pipeline stages, and only the first one answers"
-    if others := sorted(strategy.extra.keys() & _OTHER_PARTS):
-        return f"with {', '.join(others)} SGLang's ranks keep other parts than its tensor parallelism says"
+    engine, traits = config.actor_infer.engine, config.actor_infer.engine.traits
+    if engine.pipeline_parallel_size > 1 and not traits.stages_receive:
+        return f"{traits.title} has pipeline stages, and only the first one answers"
+    if others := sorted(engine.extra.keys() & traits.keys_of_other_parts):
+        return f"with {', '.join(others)} {traits.title}'s ranks keep other parts than its tensor parallelism says"
     return None
 
 
@@ -114,62 +93,3 @@ def choose_transport(
     if wanted == "shm" and len(nodes) > 1:
         raise ValueError(f"weight_sync.transport shm: trainer and engines lie on nodes {nodes}; use auto")
     return wanted, "as configured"
-
-
-def open_sender(
-    plan: UpdatePlan,
-    parts: Iterable[TensorPart],
-    *,
-    source: int = 0,
-    block_bytes: int,
-    previous: BlockSender | None = None,
-    folder: str | None = None,
-) -> BlockSender:
-    """Start sending the part of a weight version that trainer rank `source` holds.
-
-    `previous`: the sender of the previous version, or attempt, whose memory, files, connections and copy of what was
-    sent are reused; files that other replicas still map are left aside until the next version. `folder`: for the files
-    of the transport `filesystem`.
-    """
-    from roll_async.weight_sync.changes import LastExport
-    from roll_async.weight_sync.sending import BlockSender
-
-    if previous is None:
-        return BlockSender(parts, plan, block_bytes, _open_writer(plan.transport, folder), LastExport(), source=source)
-    writer, aside = previous.writer, previous.aside
-    if plan.others_proved and plan.transport in FILES:  # a mapping shows what is written to its file
-        writer, aside = _open_writer(plan.transport, folder), (*aside, writer)
-    elif not plan.others_proved:
-        for old in aside:
-            old.close()
-        aside = ()
-    return BlockSender(parts, plan, block_bytes, writer, previous.kept, source=source, aside=aside)
-
-
-def _open_writer(transport: str, folder: str | None) -> BlockWriter:
-    make = _named(SENDERS[transport])
-    if transport != "filesystem":
-        return make()
-    if folder is None:
-        raise ValueError("weight_sync.transport filesystem needs a folder that every host sees")
-    return make(folder)
-
-
-def open_receiver(plan: UpdatePlan, kept: LastExport, *, rank: int = 0) -> Receiver:
-    """Start receiving one weight version as tensor-parallel rank `rank` of an engine, which owns `kept`."""
-    from roll_async.weight_sync.receiving import Receiver
-
-    reader = _named(RECEIVERS[plan.transport])(plan, rank)
-    return Receiver(
-        plan,
-        reader,
-        kept,
-        rank=rank,
-        keeps_memory=plan.transport in STAGED,
-        owns_memory=plan.transport == "gloo",
-    )
-
-
-def _named(path: str):  # noqa: ANN202 (a class or function of a transport module)
-    module, name = path.rsplit(".", 1)
-    return getattr(import_module(module), name)

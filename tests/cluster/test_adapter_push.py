@@ -18,8 +18,7 @@ from roll_async.weight_sync.adapters import AdapterShape
 from roll_async.weight_sync.bucket import Bucket, Content, UpdatePlan, adapter_half, is_adapter
 from roll_async.weight_sync.canary import BANDS, Canary, CanaryOptions
 from roll_async.weight_sync.digest import of_trainer
-from roll_async.weight_sync.packing import TensorPart
-from roll_async.weight_sync.transports import open_sender
+from roll_async.weight_sync.transfer import TensorPart, open_sender
 
 RANK, VERSIONS = 4, 4
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

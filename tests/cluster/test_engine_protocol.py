@@ -21,8 +21,7 @@ from roll_async.weight_sync.bucket import Bucket, UpdatePlan
 from roll_async.weight_sync.digest import of_trainer
 from roll_async.weight_sync.errors import UpdateFailed
 from roll_async.weight_sync.layout import EngineLayout
-from roll_async.weight_sync.packing import TensorPart
-from roll_async.weight_sync.transports import open_sender
+from roll_async.weight_sync.transfer import TensorPart, open_sender
 from tests.patience import patient
 from tests.rounding import Bounds
 
@@ -375,6 +374,7 @@ def test_a_stop_string_ends_the_answer_with_the_token_that_completes_it_or_is_re
             return
         assert list(completion.token_ids) == wanted[: wanted.index(stop) + 1]
         assert completion.finish_reason is FinishReason.STOP
+        assert replica.engine.decode([17]) == "w017", "the host looks for the beginning of a stop string in the text"
 
     replica.runner.run(go())
 

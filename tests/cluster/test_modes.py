@@ -19,7 +19,8 @@ from roll_async.config.api import load
 from roll_async.launch.run import UserHooks
 from roll_async.pipelines.fully_async import FullyAsyncTrainer
 from roll_async.prompts.row_tools import tools_of_row
-from roll_async.rollout.tools import ToolCall, ToolCompletionCallback
+from roll_async.prompts.tool_calls import ToolCall
+from roll_async.rollout.tools import ToolCompletionCallback
 from roll_async.schema import FinishReason
 from tests.patience import patient
 from tools.sweep import Sweep
@@ -165,12 +166,12 @@ def test_dynamic_sampling_trains_only_groups_with_spread(train, ratio, bound):
 class SecondOpinion(ToolCompletionCallback):
     """The model knows no tools: its first answer counts as two calls, whatever it says."""
 
-    async def __call__(self, transcript, completion):
-        if transcript.num_turns > 1 or completion.finish_reason is not FinishReason.STOP:
+    async def __call__(self, prompt, tree, completion):
+        if len(tree.turns) > 1 or completion.finish_reason is not FinishReason.STOP:
             return None
-        calls = (ToolCall(name="digits", arguments={"n": n}) for n in (1, 2))
-        results = await asyncio.gather(*(self._run(call, tools_of_row(transcript.prompt.extra)) for call in calls))
-        return self._codec.tool_turn(completion.token_ids[-1], results)
+        calls = [ToolCall(name="digits", arguments={"n": n}) for n in (1, 2)]
+        results = await self.toolbox.run(calls, tools_of_row(prompt.extra))
+        return self._codec.between(completion.token_ids[-1], results)
 
 
 async def digits(arguments):

@@ -72,7 +72,7 @@ def test_pushes_reach_the_rank_on_the_other_node_and_its_end_fails_the_requests(
         replica.runner.run(go())
 
         async def both_ranks_receive_themselves():
-            replica.layout, replica.engine.goes_to_ranks = EngineLayout(tensor=2, num_kv_heads=2), lambda plan: True
+            replica.layout, replica.engine.loads_in_place = EngineLayout(tensor=2, num_kv_heads=2), lambda plan: True
             sender = await begun(replica, "new", 3)
             await load(replica, sender)
             assert await replica.engine.finish_update() == of_trainer([sender.sent])

@@ -15,7 +15,7 @@ from roll_async.weight_sync.changes import LastExport
 from roll_async.weight_sync.digest import of_replica, of_trainer
 from roll_async.weight_sync.errors import UpdateFailed
 from roll_async.weight_sync.layout import EngineLayout
-from roll_async.weight_sync.transports import open_receiver
+from roll_async.weight_sync.transfer import open_receiver
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def replica(sglang_on_cpu, tmp_path_factory):
     patch.setenv("GLOO_SOCKET_IFNAME", "lo")
     made = Replica("sglang", tmp_path_factory.mktemp("model"), tied=False, tensor_parallel_size=2, sleep_level=2)
     made.layout = EngineLayout(tensor=2, num_kv_heads=2)
-    made.engine.goes_to_ranks = lambda plan: True
+    made.engine.loads_in_place = lambda plan: True
     yield made
     made.close()
     patch.undo()

@@ -8,11 +8,11 @@ import pytest
 
 from roll_async.buffer.batch_choice import BatchChoice
 from roll_async.buffer.message_queue import MessageQueue
-from roll_async.buffer.staleness import StalenessPolicy, due_step
 from roll_async.buffer.states import QueueOptions, ReleaseReason
+from roll_async.config.staleness import StalenessPolicy, due_step
 from roll_async.inference.engine_host import EngineHost
 from roll_async.pipelines.rlvr import TrainLoop
-from roll_async.pipelines.validation_schedule import ValidationSchedule
+from roll_async.pipelines.validator import Validator
 from roll_async.pipelines.wire import ComponentTypes
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler
 from roll_async.rollout.filter_budget import BudgetOptions
@@ -26,7 +26,7 @@ from roll_async.simulator.scenario import random_branched_scenario, random_kille
 from roll_async.simulator.text import STOP
 from roll_async.simulator.world import FaultyParts, simulate
 from roll_async.trainer.learner import Learner
-from roll_async.weight_sync.synchronizer import ParameterSynchronizer
+from roll_async.weight_sync.push import ParameterSynchronizer
 
 chat_scenario = partial(random_scenario, agents=False)
 """Broken sources of trajectories are in tests/unit/simulator/test_agent_worlds.py."""
@@ -286,9 +286,9 @@ class BelievesEveryReport(AsyncLLMServerManager):
 
 
 class BelievesEveryDigest(ParameterSynchronizer):
-    async def _transfer(self, push):
-        await super()._transfer(push)
-        return {}
+    async def _transfer(self, push, receivers):
+        await super()._transfer(push, receivers)
+        push.failed.clear()
 
 
 class HeldBeforeCommitted(ParameterSynchronizer):
@@ -356,18 +356,18 @@ class ValidatesWhatIsThere(TrainLoop):
         return step % self._plan.sync_every == 0
 
 
-class Scheduled(TrainLoop):
+class WithValidator(TrainLoop):
     """With another schedule of its validations."""
 
-    schedule: type[ValidationSchedule]
+    faulty: type[Validator]
 
     def __init__(self, parts, plan):
         super().__init__(parts, plan)
-        self._validations = self.schedule(parts, plan, self._wait_for_validation, lambda: self.trained)
+        self.validator = self.faulty(parts.validate, parts.rollouter, plan, self._until_validated)
 
 
-class SkipsValidations(Scheduled):
-    class schedule(ValidationSchedule):
+class SkipsValidations(WithValidator):
+    class faulty(Validator):
         async def begin(self, step, *, last):
             pass
 
@@ -383,28 +383,36 @@ class ForgetsTheRestored(TrainLoop):
     """The validation of the restored step is left out."""
 
     async def _start(self):
-        await self.push(self.trained)
+        await self._push_to_all(self.trained)
 
 
-class PushesOverValidations(Scheduled):
-    class schedule(ValidationSchedule):
-        async def result(self, *, wait, stoppable=True):
-            return await super().result(wait=False)
+class PushesOverValidations(WithValidator):
+    class faulty(Validator):
+        async def result(self, trained, *, wait, stoppable=True):
+            return await super().result(trained, wait=False)
 
 
-class MeasuresWithTheWrongWeights(TrainLoop):
-    """A validation on its own replicas begins without the weights of its step."""
+class MeasuresWithTheWrongWeights(WithValidator):
+    """Replicas of a validation keep the weights that they were given first."""
 
-    async def _push(self, step, *, measures):
-        return await super()._push(step, measures=False)
+    class faulty(Validator):
+        async def claim(self, step):
+            return bool(self.begun_until and self.running is None) or await super().claim(step)
 
 
-class ForgetsSkipped(Scheduled):
+class LeavesClaimedReplicas(TrainLoop):
+    """A validation on its own replicas begins without the weights of its step: they resume where they can not."""
+
+    async def _push_to_due(self, step, *, measures):
+        return await super()._push_to_due(step, measures=False)
+
+
+class ForgetsSkipped(WithValidator):
     """A due validation is left out and not counted."""
 
-    class schedule(ValidationSchedule):
-        async def can_begin(self, step):
-            return self.running is None and await super().can_begin(step)
+    class faulty(Validator):
+        async def claim(self, step):
+            return self.running is None and await super().claim(step)
 
 
 class GivesNoWay(AsyncLLMServerManager):
@@ -432,14 +440,15 @@ class Rests(TrainLoop):
 class BaselineOfASample(ChatCompletionScheduler):
     """The greedy answer is a sample like the others."""
 
-    async def _baseline(self, prompt, name, affinity, on_generated):
-        return await super()._baseline(prompt, f"{name.removesuffix('greedy')}7", affinity, on_generated)
+    async def _with_retries(self, request):
+        name = request.name
+        return await super()._with_retries(replace(request, name=name.replace("greedy", "7")))
 
 
 class TrainsToolTokens(ChatCompletionScheduler):
-    def _judge(self, group):
+    def _judge(self, group, kept):
         samples = tuple(replace(s, loss_mask=b"\x01" * len(s.loss_mask)) for s in group.samples)
-        return super()._judge(replace(group, samples=samples))
+        return super()._judge(replace(group, samples=samples), kept)
 
 
 class CutsStopStrings(EngineHost):
@@ -543,6 +552,7 @@ MUTANTS = {
     "pushes over validations": (ComponentTypes(trainer=PushesOverValidations), 17),
     # A replica refuses to run without whole weights, which is a fault of ours and ends the run.
     "measures with the wrong weights": (ComponentTypes(trainer=MeasuresWithTheWrongWeights), 6),
+    "leaves claimed replicas": (ComponentTypes(trainer=LeavesClaimedReplicas), 6),
     "forgets skipped validations": (ComponentTypes(trainer=ForgetsSkipped), 17),
     "gives no way": (ComponentTypes(manager=GivesNoWay), 10),
     "leaves the step": (ComponentTypes(trainer=LeavesTheStep), 9),
@@ -738,6 +748,7 @@ WORLDS = {
     "pushes over validations": shared_validations,
     "gives no way": shared_validations,
     "measures with the wrong weights": validations_apart,
+    "leaves claimed replicas": validations_apart,
     "forgets skipped validations": validations_apart,
     "leaves the step": process_dies,
     "cuts stop strings": stop_strings,
@@ -758,7 +769,7 @@ def test_every_fault_replaces_a_method_that_its_part_still_has():
             mine = [cls for cls in part.__mro__ if cls.__module__ == __name__]
             theirs = [cls for cls in part.__mro__ if cls.__module__ != __name__]
             replaced = {n for cls in mine for n, v in vars(cls).items() if callable(v) or type(v) is property}
-            assert [n for n in replaced - {"schedule"} if not any(hasattr(cls, n) for cls in theirs)] == [], name
+            assert [n for n in replaced - {"faulty"} if not any(hasattr(cls, n) for cls in theirs)] == [], name
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -8,7 +8,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[2] / "roll_async"
 
 LAYER = {
-    "schema": 0, "config": 0, "observe": 0,
+    "schema": 0, "config": 0, "observe": 0, "processes": 0,
     "algorithms": 1, "prompts": 1, "envs": 1, "rewards": 1, "checkpoint": 1,
     "buffer": 2, "weight_sync": 2,
     "trainer": 3, "inference": 3,

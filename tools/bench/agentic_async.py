@@ -41,7 +41,7 @@ from roll_async.simulator.figures import WARM_UP, figures_of
 from roll_async.simulator.models import EngineFaults, LengthModel, SpeedModel, TrainModel, WorldModel
 from roll_async.simulator.scenario import Scenario
 from roll_async.simulator.world import simulate
-from roll_async.weight_sync.synchronizer import SyncOptions
+from roll_async.weight_sync.protocol import SyncOptions
 
 BUDGET = 0.9
 MOVES, GROUP, CALL_S, SIGMA, TRAIN_S = 5, 8, 10.0, 1.0, 20.0

@@ -126,7 +126,7 @@ class OneRank:
 
 def compare(name: str, micro_batching: str, rounds: int) -> dict:
     """One line of the report."""
-    from roll_async.algorithms.correction import CorrectionOptions
+    from roll_async.config.schema_algorithm import AlgorithmConfig
     from roll_async.trainer.learner import Learner, LearnerOptions
     from roll_async.trainer.roles import LearnerParts
 
@@ -140,12 +140,7 @@ def compare(name: str, micro_batching: str, rounds: int) -> dict:
                 options = LearnerOptions(
                     domains=("math",),
                     response_length=size.positions,
-                    adv_estimator="grpo",
-                    adv_options={},
-                    pg_variant="ppo",
-                    pg_options=None,
-                    correction=CorrectionOptions(),
-                    proximal_logprobs=mode,
+                    algorithm=AlgorithmConfig(proximal_logprobs=mode),
                     mini_batch_rows=size.rows,
                 )
                 learner = Learner(LearnerParts(actor=actor), options)  # type: ignore[arg-type]

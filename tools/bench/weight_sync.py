@@ -73,8 +73,11 @@ from roll_async.weight_sync.changes import LastExport  # noqa: E402
 from roll_async.weight_sync.digest import of_replica, of_trainer  # noqa: E402
 from roll_async.weight_sync.layout import Cut, EngineLayout  # noqa: E402
 from roll_async.weight_sync.model_tensors import model_tensors  # noqa: E402
-from roll_async.weight_sync.packing import TensorPart  # noqa: E402
-from roll_async.weight_sync.transports import open_receiver, open_sender  # noqa: E402
+from roll_async.weight_sync.transfer import (  # noqa: E402
+    TensorPart,
+    open_receiver,
+    open_sender,
+)
 
 BUDGET, BUCKETS, GROWTH, PAUSE_S = 0.5, 2.0, 1.5, 0.05
 """Least share of the bandwidth of a copy; most extra memory; most time of 8 replicas over 1; pause beside the swap."""

@@ -9,7 +9,7 @@ from roll_async.agents.gateway.bounds import parsed
 from roll_async.agents.gateway.fields import CACHE, EFFORT, LABEL, SAMPLING, Field, Json, acts, ignored, refused
 from roll_async.agents.limited_turns import BadRequest
 from roll_async.agents.messages import Message, TurnReply, TurnRequest
-from roll_async.rollout.tools import ToolCall
+from roll_async.prompts.tool_calls import ToolCall
 
 PARALLEL = refused("a turn is what the policy said, with all of its calls", True)
 FIELDS: Mapping[str, Field] = {

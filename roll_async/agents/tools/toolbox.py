@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from roll_async.agents.messages import Message
-from roll_async.envs.options import build_options
+from roll_async.config.user_options import build_options
 from roll_async.envs.registry import NoOptions, load_class
-from roll_async.prompts.row_tools import RowTools
-from roll_async.rollout.tools import ToolCall, ToolRuns
+from roll_async.prompts.tool_calls import name_of
+from roll_async.rollout.tools import Toolbox
 
 TOOLS = {
     "calculator": "roll_async.agents.tools.calculator.Calculator",
@@ -28,7 +27,6 @@ TOOLS = {
     "mcp": "roll_async.agents.tools.mcp.McpTools",
 }
 """By `tool_id`; a user's own by dotted path. mcp needs its extra (pip install "roll_async[mcp]")."""
-_ANY = RowTools()
 
 
 class Toolset(Protocol):
@@ -71,40 +69,14 @@ async def open_tools(specs: Sequence[ToolSpec], stack: AsyncExitStack) -> list[T
     return tools
 
 
-class Toolbox(ToolRuns):
+def toolbox_of(tools: Sequence[Toolset], *, timeout_s: float) -> Toolbox:
     """The tools of all trajectories of one tag."""
-
-    def __init__(self, tools: Sequence[Toolset], *, timeout_s: float) -> None:
-        self.schemas = tuple(schema for tool in tools for schema in tool.schemas)
-        names = [(name_of(schema), tool) for tool in tools for schema in tool.schemas]
-        super().__init__({name: partial(tool.call, name) for name, tool in names}, timeout_s=timeout_s)
-
-    def offered(self, row: RowTools) -> tuple[Mapping[str, object], ...]:
-        """Schemas of the functions that a row may call."""
-        return tuple(schema for schema in self.schemas if row.allows(name_of(schema)))
-
-    async def run(self, calls: Sequence[ToolCall], row: RowTools = _ANY) -> list[Message]:
-        """One message per call, in their order. `row`: what the trajectory's row allows and adds to the arguments."""
-        results = zip(calls, await self.results(calls, row), strict=True)
-        return [Message(role="tool", content=said, call_id=call.call_id) for call, said in results]
-
-    def _unknown(self, name: str, row: RowTools) -> str:
-        there = [name for name in self._functions if row.allows(name)]
-        return f"{super()._unknown(name, row)}; there are: {', '.join(there) or 'none'}"
+    schemas = [(schema, tool) for tool in tools for schema in tool.schemas]
+    functions = {name_of(schema): partial(tool.call, name_of(schema)) for schema, tool in schemas}
+    return Toolbox(functions, timeout_s=timeout_s, schemas=[schema for schema, _ in schemas], tells_names=True)
 
 
 def function(name: str, description: str, properties: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
     """The JSON schema of a function whose parameters are all required."""
     schema = {"type": "object", "properties": dict(properties), "required": list(properties)}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
-
-
-def name_of(schema: object) -> str:
-    """Of a function. Raises ValueError for what is no schema of one."""
-    described = schema.get("function") if isinstance(schema, Mapping) else None
-    name = described.get("name") if isinstance(described, Mapping) else None
-    if not isinstance(name, str) or not name:
-        raise ValueError(
-            f'a tool is {{"type": "function", "function": {{"name": text, ...}}}}, not {repr(schema)[:200]}'
-        )
-    return name

@@ -10,14 +10,14 @@ from typing import TypeVar, cast
 from dataclasses_json import dataclass_json
 
 from roll_async.config import processor
-from roll_async.config.advantage_options import ADVANTAGE_OPTIONS
+from roll_async.config.advantage_options import advantage_options_class
 from roll_async.config.correction_options import carries_behaviour_policy
 from roll_async.config.loading.node import Plain
-from roll_async.config.policy_loss_options import POLICY_LOSS_OPTIONS
+from roll_async.config.policy_loss_options import loss_options_class
 from roll_async.config.schema import ROLES, AgenticConfig, PipelineConfig, RLVRConfig
 from roll_async.config.schema_algorithm import AlgorithmConfig
 from roll_async.config.schema_rollout import REWARDS, EnvManagerConfig
-from roll_async.config.schema_worker import STRATEGIES, DataArguments, SglangConfig, VllmConfig, WorkerConfig
+from roll_async.config.schema_worker import STRATEGIES, DataArguments, WorkerConfig
 
 T = TypeVar("T")
 _AGENTIC_TURN_TOKENS = 512
@@ -27,11 +27,9 @@ def build(cls: type[PipelineConfig], values: dict[str, Plain], stem: str) -> Pip
     """The config of checked values; `stem`: name of the file without suffix. Cross-field rules come after this."""
     tree: dict[str, object] = dict(values)
     algorithm = dict(cast(dict, tree.get("algorithm", {})))
-    algorithm["pg_options"] = _make(
-        POLICY_LOSS_OPTIONS[algorithm.get("pg_variant", "ppo")], algorithm.get("pg_options")
-    )
-    estimator = algorithm.get("adv_estimator", "grpo")
-    algorithm["adv_options"] = _make(ADVANTAGE_OPTIONS[estimator], algorithm.get("adv_options"))
+    loss, estimator = algorithm.get("pg_variant", "ppo"), algorithm.get("adv_estimator", "grpo")
+    algorithm["pg_options"] = _make(loss_options_class(loss), algorithm.get("pg_options"))
+    algorithm["adv_options"] = _make(advantage_options_class(estimator), algorithm.get("adv_options"))
     tree["algorithm"] = algorithm
     for role in ROLES:
         if worker := cast("dict | None", tree.get(role)):
@@ -46,7 +44,11 @@ def build(cls: type[PipelineConfig], values: dict[str, Plain], stem: str) -> Pip
 
 def to_plain(config: PipelineConfig) -> dict[str, Plain]:
     """Every value as plain maps, lists and scalars."""
-    return _serialisable(type(config)).to_dict(config)  # type: ignore[attr-defined]
+    tree = _serialisable(type(config)).to_dict(config)  # type: ignore[attr-defined]
+    for name in ("pg_options", "adv_options"):  # options of a user's own code are written beside ours
+        options = tree["algorithm"][name]
+        options |= options.pop("given", {})
+    return tree
 
 
 @cache
@@ -118,13 +120,8 @@ def _fill_generation(config: PipelineConfig) -> None:
     generating = config.actor_infer.generating_args
     _default(generating, "max_new_tokens", tokens)
     _default(generating, "num_return_sequences", config.samples_per_group if isinstance(config, RLVRConfig) else 1)
-    match config.actor_infer.strategy_args.strategy_config:
-        case VllmConfig() as engine:
-            _default(engine, "max_model_len", sequence_length)
-        case SglangConfig() as engine:
-            _default(engine, "context_length", sequence_length)
-        case _:
-            pass
+    if (key := config.actor_infer.engine.traits.context_key) is not None:
+        _default(config.actor_infer.engine, key, sequence_length)
     if isinstance(config, RLVRConfig) and config.validation is not None:
         for _, data in config.validation.data.values():
             _fill_columns(data)

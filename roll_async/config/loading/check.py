@@ -12,7 +12,7 @@ from roll_async.config.loading.names import FOREIGN_SECTIONS, REFUSED, refusal
 from roll_async.config.loading.node import Node, Plain, diagnostic, leaves, plain, type_name
 from roll_async.config.loading.paths import METRIC_KEY, NAME, PathIndex
 from roll_async.config.loading.scalars import check_scalar, has_type, remedy
-from roll_async.config.loading.spec import CHOSEN_CLASSES, CHOSEN_DEFAULTS, FieldSpec, spec_of
+from roll_async.config.loading.spec import CHOSEN_CLASSES, CHOSEN_DEFAULTS, OWN_CLASSES, FieldSpec, spec_of
 from roll_async.config.loading.suggest import closest, foreign_character
 from roll_async.config.schema import ROLES, AgenticConfig, PipelineConfig, RLVRConfig
 from roll_async.config.schema_async import TRACKER_NAMES
@@ -115,8 +115,11 @@ class Checker:
         chooser = parent.value.get(spec.traits.chosen_by)
         default = CHOSEN_DEFAULTS.get(spec.traits.chosen_by)
         name = default if chooser is None or (chooser.value is None and chooser.from_override) else chooser.value
-        if not self._is(node, dict, "map", path) or not isinstance(name, str) or name not in classes:
+        if not self._is(node, dict, "map", path) or not isinstance(name, str):
             return _ABSENT
+        if name not in classes:
+            own = OWN_CLASSES.get(spec.traits.chosen_by)
+            return self._own(node, own, path) if own is not None and _is_dotted_path(name) else _ABSENT
         cls = classes[name]
         values = self._section(node, cls, path, "")
         extra = values.get("extra")
@@ -127,6 +130,15 @@ class Checker:
                     "C001", f"{path}.extra.{key}", node.value["extra"], f"unknown key; did you mean '{path}.{key}'?"
                 )
         return values
+
+    def _own(self, node: Node, cls: type, path: str) -> Plain:
+        """Options of a user's own code: our keys are checked here, the others when the code is there."""
+        assert isinstance(node.value, dict)
+        ours = spec_of(cls).keys() - {"given"}
+        known = {name: child for name, child in node.value.items() if name in ours}
+        theirs = {name: child for name, child in node.value.items() if name not in ours}
+        given = self._any(Node(theirs, node.file, node.line), path)
+        return {**self._section(Node(known, node.file, node.line), cls, path, ""), "given": given}
 
     def _list(self, node: Node, spec: FieldSpec, path: str, role: str) -> Plain:
         if spec.traits.form == "one or more" and not isinstance(node.value, list):
@@ -170,7 +182,8 @@ class Checker:
             return _ABSENT
         assert not isinstance(value, list | dict)
         if spec.kind == "choice":
-            if value not in spec.choices:
+            is_own = spec.traits.form == "own code" and isinstance(value, str) and _is_dotted_path(value)
+            if value not in spec.choices and not is_own:
                 self._choice(path, node, str(value), [str(c) for c in spec.choices])
                 return _ABSENT
             return value

@@ -7,9 +7,9 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from typing import Literal
 
-from roll_async.config.advantage_options import ADVANTAGE_OPTIONS
+from roll_async.config.advantage_options import ADVANTAGE_OPTIONS, OwnAdvantageOptions
 from roll_async.config.fields import Traits
-from roll_async.config.policy_loss_options import POLICY_LOSS_OPTIONS
+from roll_async.config.policy_loss_options import POLICY_LOSS_OPTIONS, OwnLossOptions
 from roll_async.config.schema_worker import STRATEGIES
 
 CHOSEN_CLASSES: dict[str, dict[str, type]] = {
@@ -18,6 +18,8 @@ CHOSEN_CLASSES: dict[str, dict[str, type]] = {
     "adv_estimator": ADVANTAGE_OPTIONS,
 }
 """Field that picks a class, to its classes by value."""
+OWN_CLASSES: dict[str, type] = {"pg_variant": OwnLossOptions, "adv_estimator": OwnAdvantageOptions}
+"""Field that may name a user's own code, to the class of its options."""
 CHOSEN_DEFAULTS = {"pg_variant": "ppo", "adv_estimator": "grpo"}
 """Its value where none is written."""
 

@@ -7,10 +7,10 @@ exist; every other rule then still runs.
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 
-from roll_async.config.advantage_options import ADVANTAGE_OPTIONS
+from roll_async.config.advantage_options import advantage_options_class
 from roll_async.config.correction_options import CorrectionOptions, RejectionRule
 from roll_async.config.fields import Options, Traits, contradictions
-from roll_async.config.policy_loss_options import POLICY_LOSS_OPTIONS
+from roll_async.config.policy_loss_options import loss_options_class
 from roll_async.config.rules.shape import number
 
 Finding = tuple[str, str, str]
@@ -37,8 +37,8 @@ def without_contradictions(values: dict) -> tuple[dict, list[Finding]]:
 
 def _sections(algorithm: Mapping) -> tuple[tuple[str, type[Options]], ...]:
     return (
-        ("pg_options", POLICY_LOSS_OPTIONS[algorithm.get("pg_variant", "ppo")]),
-        ("adv_options", ADVANTAGE_OPTIONS[algorithm.get("adv_estimator", "grpo")]),
+        ("pg_options", loss_options_class(algorithm.get("pg_variant", "ppo"))),
+        ("adv_options", advantage_options_class(algorithm.get("adv_estimator", "grpo"))),
         ("correction", CorrectionOptions),
     )
 

@@ -80,7 +80,7 @@ def queue(config: PipelineConfig) -> Findings:
 def interruption(config: PipelineConfig) -> Findings:
     """C136, C137."""
     mode, engine = config.async_training.interrupt.mode, config.actor_infer.strategy_args.strategy_name
-    if mode == "keep" and engine == "hf_infer":
+    if mode == "keep" and not config.actor_infer.engine.traits.keep_in_place:
         yield "C136", "async_training.interrupt.mode", f"keep is not possible with {engine}; use resume"
     is_batched = isinstance(config, RLVRConfig) and not config.is_num_return_sequences_expand
     if is_batched and config.is_async and mode == "resume" and config.samples_per_group > 1:

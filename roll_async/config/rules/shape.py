@@ -6,16 +6,15 @@ from datetime import datetime
 
 from roll_async.config.advantage_options import GROUP_RELATIVE
 from roll_async.config.prompt_templates import problem_of
-from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig, exact
+from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig
 from roll_async.config.schema_rollout import EnvManagerConfig
 from roll_async.config.schema_worker import (
     DataArguments,
     MegatronInferConfig,
     MegatronTrainConfig,
-    SglangConfig,
-    VllmConfig,
     WorkerConfig,
 )
+from roll_async.config.staleness import exact_ratio
 
 Findings = Iterator[tuple[str, str, str]]
 """(id, key, message)."""
@@ -65,15 +64,9 @@ def engine_length(config: PipelineConfig) -> Findings:
     """C104."""
     if not has_lengths(config):
         return
-    key = "actor_infer.strategy_args.strategy_config"
-    match config.actor_infer.strategy_args.strategy_config:
-        case VllmConfig(max_model_len=n):
-            key += ".max_model_len"
-        case SglangConfig(context_length=n):
-            key += ".context_length"
-        case _:
-            return
-    if n < sequence_length_of(config):
+    n = config.actor_infer.engine.context_tokens
+    if n is not None and n < sequence_length_of(config):
+        key = f"actor_infer.strategy_args.strategy_config.{config.actor_infer.engine.traits.context_key}"
         yield "C104", key, f"{n} is below sequence_length {sequence_length_of(config)}"
 
 
@@ -140,7 +133,7 @@ def parallel_sizes(config: PipelineConfig) -> Findings:
         if isinstance(parallel, MegatronTrainConfig | MegatronInferConfig):
             yield from _megatron_sizes(role, worker, parallel)
             tp, tp_key = parallel.tensor_model_parallel_size, f"{settings}.tensor_model_parallel_size"
-        elif isinstance(parallel, VllmConfig | SglangConfig):
+        else:
             tp, tp_key = parallel.tensor_parallel_size, f"{settings}.tensor_parallel_size"
             n, m = len(worker.device_mapping or ()), worker.model_parallel_size
             if n % m:
@@ -148,8 +141,6 @@ def parallel_sizes(config: PipelineConfig) -> Findings:
                     f"{n} devices are not divisible by tensor {tp} * pipeline {parallel.pipeline_parallel_size} = {m}"
                 )
                 yield "C115", f"{role}.device_mapping", message
-        else:
-            continue
         if worker.device_mapping is not None and tp > config.num_gpus_per_node:
             yield "C117", tp_key, f"{tp} exceeds num_gpus_per_node {config.num_gpus_per_node}"
 
@@ -334,8 +325,8 @@ def _shares(section: str, data: DataArguments | None, config: RLVRConfig) -> Fin
     for domain in probs:
         if domain not in config.rewards:
             yield "C128", key, f"domain '{domain}' is not in rewards"
-    total = sum(exact(p) for p in probs.values())
-    if abs(total - 1) > exact(1e-6):
+    total = sum(exact_ratio(p) for p in probs.values())
+    if abs(total - 1) > exact_ratio(1e-6):
         yield "C128", key, f"sum is {number(float(total))}, not 1"
 
 

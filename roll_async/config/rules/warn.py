@@ -8,7 +8,7 @@ from roll_async.config.rules.every import placed
 from roll_async.config.rules.shape import Findings
 from roll_async.config.schema import PipelineConfig, RLVRConfig, WorkerConfig
 from roll_async.config.schema_async import InterruptConfig
-from roll_async.config.schema_worker import MegatronInferConfig, MegatronTrainConfig, VllmConfig
+from roll_async.config.schema_worker import MegatronInferConfig, MegatronTrainConfig
 
 _AT_THE_START = ("auto", "recompute", "reuse")
 """Sources of proximal log-probs that are those of the weights before the step."""
@@ -140,7 +140,11 @@ def written_without_effect(config: PipelineConfig, root: Node) -> Findings:
     staleness = config.async_training.staleness
     cases = (
         ("reward_pretrain", config.critic is None, "it is the critic's model, and there is no critic"),
-        ("actor_infer.infer_batch_size", engine in ("vllm", "sglang"), f"{engine} forms its batches itself"),
+        (
+            "actor_infer.infer_batch_size",
+            config.actor_infer.engine.traits.forms_batches,
+            f"{engine} forms its batches itself",
+        ),
         (
             "async_training.max_queue_size",
             config.async_training.max_queue_size > bound,
@@ -159,7 +163,8 @@ def written_without_effect(config: PipelineConfig, root: Node) -> Findings:
             yield "W12", key, f"no effect: {why}"
     for role, worker in config.roles():
         attention, strategy = worker.model_args.attn_implementation, worker.strategy_args.strategy_name
-        if attention != "auto" and strategy != "hf_infer" and not (attention == "fa2" and _has_flash_attention(worker)):
+        chooses = not worker.is_megatron and worker.engine.traits.takes_attention
+        if attention != "auto" and not chooses and not (attention == "fa2" and _has_flash_attention(worker)):
             key = f"{role}.model_args.attn_implementation"
             yield "W12", key, f"no effect: {attention} cannot be chosen, {strategy} takes its own; use auto"
         if worker.model_args.disable_gradient_checkpointing and not strategy.endswith("_train"):
@@ -170,7 +175,7 @@ def _has_flash_attention(role: WorkerConfig) -> bool:
     """Whether fa2 chooses something, or names what is there: Transformer Engine's layers, and vLLM, on devices."""
     strategy = role.strategy_args.strategy_config
     megatron = isinstance(strategy, MegatronTrainConfig | MegatronInferConfig)
-    has_choice = isinstance(strategy, VllmConfig) or (megatron and strategy.transformer_impl != "local")
+    has_choice = strategy.transformer_impl != "local" if megatron else strategy.traits.fa2_on_devices
     return has_choice and role.device_mapping is not None
 
 

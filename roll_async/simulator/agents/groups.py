@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 from roll_async.agents.groups import AgentGroups, AgentParts, GroupOptions, TagPlan
 from roll_async.agents.play import PlayOptions
 from roll_async.agents.session import SessionOptions
-from roll_async.agents.tools.toolbox import Toolbox, function
+from roll_async.agents.tools.toolbox import function, toolbox_of
 from roll_async.envs.pool import WorldPool
 from roll_async.envs.registry import WorldSpec
 from roll_async.rollout.server_manager import AsyncLLMServerManager
@@ -83,7 +83,7 @@ class AgentTasks:
                 windowed=model.windowed,
             ),
             play=PlayOptions(max_turns=model.max_turns, windowed=model.windowed),
-            toolbox=Toolbox(boxed, timeout_s=0.0 if tools is None else tools.timeout_s),
+            toolbox=toolbox_of(boxed, timeout_s=0.0 if tools is None else tools.timeout_s),
             max_concurrent=model.max_concurrent,
         )
         options = GroupOptions(

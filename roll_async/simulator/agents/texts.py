@@ -11,7 +11,8 @@ from array import array
 from collections.abc import Mapping, Sequence
 
 from roll_async.agents.messages import Message
-from roll_async.agents.rendering import Rendered, SampledTurn, written_out
+from roll_async.agents.rendering import Rendered, SampledTurn
+from roll_async.prompts.tool_calls import HERMES
 from roll_async.simulator.models import LengthModel, ToolModel, uniform
 from roll_async.simulator.text import END, RENDERED, ScriptedTurn, decode, is_sampled
 
@@ -21,6 +22,7 @@ END_MARK = decode((END,))
 class SimRenderer:
     """`agents/rendering.py: Renderer`. `strips`: the template leaves earlier turns out, as some do with thoughts."""
 
+    calls = HERMES
     end_ids = frozenset({END})
 
     def __init__(self, *, strips: bool = False) -> None:
@@ -38,7 +40,11 @@ class SimRenderer:
                 text += (parts[-1], sampled[position])
                 rest = [END_MARK]
                 continue
-            said = "" if self._strips and message.role == "assistant" else written_out(message)
+            said = (
+                ""
+                if self._strips and message.role == "assistant"
+                else self.calls.write(message.content, message.tool_calls)
+            )
             rest.append(f"{message.role[0]}{said}{END_MARK}")
         parts.append("".join((*rest, "a")))
         return Rendered(tuple(parts), "".join((*text, parts[-1])), not (self._strips and turns))

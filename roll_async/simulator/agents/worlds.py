@@ -18,6 +18,7 @@ from typing import Protocol
 
 from roll_async.envs.pool import WorldWorker
 from roll_async.envs.protocol import GraderFailed, WorldFailed
+from roll_async.processes.pool import ProcessPool
 from roll_async.simulator.models import WorldModel, uniform
 
 _NEVER_S = 1e9
@@ -227,8 +228,10 @@ class BlockingSimWorld(SimWorld):
 class SimWorker(WorldWorker):
     """A worker process on the virtual clock: every request is a task, as a real one has a thread for it."""
 
-    def __init__(self, step_timeout_s: float, book: WorldBook, *, seed: int, number: int, broken_share: float) -> None:
-        super().__init__(step_timeout_s)
+    def __init__(
+        self, timeout_s: float, processes: ProcessPool, book: WorldBook, *, seed: int, number: int, broken_share: float
+    ) -> None:
+        super().__init__(timeout_s, processes)
         self._book, self._seed, self._number, self._broken_share = book, seed, number, broken_share
         self._held: dict[int, BlockingSimWorld] = {}
         self._requests: set[asyncio.Task[None]] = set()
@@ -285,11 +288,11 @@ class SimWorker(WorldWorker):
         self._held.clear()
 
 
-def workers(book: WorldBook, *, seed: int, broken_share: float) -> Callable[[float], WorldWorker]:
-    """What makes the workers of a pool."""
+def workers(book: WorldBook, *, seed: int, broken_share: float) -> Callable[[float, ProcessPool], WorldWorker]:
+    """What makes the workers of a pool. None of them starts one of its processes."""
     numbers = count()
 
-    def make(step_timeout_s: float) -> WorldWorker:
-        return SimWorker(step_timeout_s, book, seed=seed, number=next(numbers), broken_share=broken_share)
+    def make(timeout_s: float, processes: ProcessPool) -> WorldWorker:
+        return SimWorker(timeout_s, processes, book, seed=seed, number=next(numbers), broken_share=broken_share)
 
     return make

@@ -40,7 +40,7 @@ from roll_async.trainer.megatron.settings import MegatronSettings
 from roll_async.trainer.megatron.value_head import ValueHead
 from roll_async.trainer.megatron.weight_parts import adapter_parts, hf_parts, owners
 from roll_async.weight_sync.bucket import Content
-from roll_async.weight_sync.packing import TensorPart
+from roll_async.weight_sync.transfer import TensorPart
 
 __all__ = ["TORCH_DTYPES", "HfBackedModel"]
 

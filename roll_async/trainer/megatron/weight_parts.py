@@ -14,7 +14,7 @@ from roll_async.checkpoint.hf_names.table import Match, Transform
 from roll_async.checkpoint.lora_targets import ADAPTER_HALVES, adapter_half
 from roll_async.checkpoint.transforms import HeadLayout, to_hf
 from roll_async.weight_sync.layout import Cut
-from roll_async.weight_sync.packing import TensorPart
+from roll_async.weight_sync.transfer import TensorPart
 
 
 def hf_parts(match: Match, local: Tensor, heads: HeadLayout, *, rank: int, size: int) -> Iterator[TensorPart]:

@@ -43,7 +43,7 @@ from roll_async.trainer.megatron.settings import MegatronSettings  # noqa: E402
 from roll_async.trainer.megatron.shares import BatchSplitter, DataParallelShard, MiniBatch, ModelTraits  # noqa: E402
 from roll_async.trainer.protocol import STATE_KINDS, StateMemory, TokenRows  # noqa: E402
 from roll_async.weight_sync.bucket import Content  # noqa: E402
-from roll_async.weight_sync.packing import TensorPart, joined  # noqa: E402
+from roll_async.weight_sync.transfer import TensorPart, joined  # noqa: E402
 
 
 class MegatronWorker:

@@ -22,17 +22,17 @@ from roll_async.agents.protocol import Ending
 from roll_async.agents.rendering import TemplateRenderer
 from roll_async.agents.session import SessionOptions
 from roll_async.agents.tasks import Tasks, task_of
-from roll_async.agents.tools.toolbox import Toolbox, ToolSpec, open_tools
-from roll_async.agents.trace_tree import TraceTree
+from roll_async.agents.tools.toolbox import ToolSpec, open_tools, toolbox_of
 from roll_async.buffer.group_codec import decode_group, encode_group
 from roll_async.envs.pool import WorldPool
 from roll_async.envs.registry import WorldSpec, build
 from roll_async.envs.worlds.question_rows import read_questions
 from roll_async.launch.rollout_only import rolled
-from roll_async.pipelines.validation import HeldOut, SetSampling, Validation, ValidationPlace
+from roll_async.pipelines.validation import HeldOut, SetSampling, Validation
 from roll_async.rollout.group_filter import GroupFilter
 from roll_async.rollout.group_source import GroupFate
 from roll_async.rollout.requests import Interrupted
+from roll_async.rollout.trace_tree import TraceTree
 from roll_async.schema import Completion, FinishReason, Outcome, SamplingParams
 from tests.patience import patient
 
@@ -125,7 +125,7 @@ def run_groups(tokenizer, work, *, env_type, values=None, say=None, tools=(), ma
                     windowed=plan_options.get("windowed", False),
                 ),
                 play=PlayOptions(**{"max_turns": turns, **plan_options}),
-                toolbox=Toolbox(await open_tools(tools, stack), timeout_s=5),
+                toolbox=toolbox_of(await open_tools(tools, stack), timeout_s=5),
                 agent=build(spec) if is_agent(env_type) else None,
             )
             parts = AgentParts(
@@ -590,7 +590,7 @@ def test_a_validation_counts_the_tokens_and_the_versions_of_all_turns(tokenizer,
     async def work(groups, tasks, manager):
         prompt = Tasks(("T",), (1,), seed=1, validation=True).at(0)
         held_out = HeldOut("", [prompt], SetSampling(sampling=SamplingParams(max_new_tokens=50)))
-        metrics = await Validation([held_out], groups, None, ValidationPlace(lambda: 7))(7)
+        metrics = await Validation([held_out], groups, None, lambda: 7)(7)
         assert (metrics["validation/other_version"], metrics["validation/samples"]) == (other, 1 - other)
         if not other:
             assert (metrics["validation/length_mean"], metrics["validation/truncated"]) == (8, 1)

@@ -24,7 +24,7 @@ from roll_async.agents.play import PlayOptions
 from roll_async.agents.protocol import AgentResult
 from roll_async.agents.rendering import TemplateRenderer
 from roll_async.agents.session import SessionOptions
-from roll_async.agents.tools.toolbox import Toolbox
+from roll_async.agents.tools.toolbox import toolbox_of
 from roll_async.buffer.errors import EndOfData
 from roll_async.buffer.group_codec import decode_group, encode_group
 from roll_async.buffer.ledger import MemoryLedger
@@ -412,7 +412,7 @@ def played(tokenizer, drawn, texts, tell):
                 spec=WorldSpec(env_type=f"outspoken.{kind}", values={}),
                 session=SessionOptions(sampling=sampling, max_seconds=300, **limits),
                 play=PlayOptions(max_turns=4),
-                toolbox=Toolbox([outspoken.Tool()], timeout_s=30),
+                toolbox=toolbox_of([outspoken.Tool()], timeout_s=30),
                 agent=outspoken.Agent(gateway, AgentResult(reward=0.5)) if tag == "agent" else None,
             )
             for tag, kind in (("quick", "Quick"), ("slow", "Slow"), ("agent", "Slow"))

@@ -10,9 +10,9 @@ from roll_async.buffer.errors import EndOfData, LedgerError, QueueClosed, StallE
 from roll_async.buffer.fingerprint import same_or_regenerate, stream_fingerprint
 from roll_async.buffer.ledger import MemoryLedger, SqliteLedger
 from roll_async.buffer.message_queue import MessageQueue
-from roll_async.buffer.staleness import StalenessPolicy
 from roll_async.buffer.states import QueueOptions, ReleaseReason
 from roll_async.config.api import load
+from roll_async.config.staleness import StalenessPolicy
 from roll_async.schema import FinishReason, Prompt
 
 

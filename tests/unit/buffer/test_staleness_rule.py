@@ -9,7 +9,8 @@ from math import ceil
 import pytest
 
 from roll_async.buffer.freshness import censored_mean
-from roll_async.buffer.staleness import (
+from roll_async.buffer.states import QueueOptions
+from roll_async.config.staleness import (
     admission_limit,
     default_max_versions,
     due_step,
@@ -19,7 +20,6 @@ from roll_async.buffer.staleness import (
     staleness,
     staleness_bound,
 )
-from roll_async.buffer.states import QueueOptions
 
 
 def can_be_trained_in_time(left, step, batch, bound):

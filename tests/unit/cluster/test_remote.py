@@ -16,14 +16,14 @@ from roll_async.buffer.deadline import within
 from roll_async.buffer.errors import Defect, EndOfData, Place, RoleFailed, RoleGone, StallError, place_of
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.cluster.remote import CallRules, Crossed, Proxy, calls_of, remote, served
+from roll_async.inference.engine import Engine
 from roll_async.inference.engine_host import EngineHost
-from roll_async.inference.protocol import Engine
 from roll_async.rollout.protocol import RequestTraffic
 from roll_async.rollout.remote_side import RolloutCalls, RolloutServer
 from roll_async.rollout.rollouter import Rollouter
 from roll_async.weight_sync.errors import EngineDead
 from roll_async.weight_sync.protocol import TakesWeights
-from roll_async.weight_sync.synchronizer import ParameterSynchronizer
+from roll_async.weight_sync.push import ParameterSynchronizer
 
 PACKAGE = Path(__file__).resolve().parents[3] / "roll_async"
 

@@ -118,13 +118,10 @@ USED_BY_CLIENTS = {
 """Keys that the client of a service reads itself, and the fault of `tools/named_mutants.py` that its tests see."""
 AGENTIC = {f.name for n in AGENTIC_ONLY for f in fields(ADVANTAGE_OPTIONS[n])} - {"gamma", "epsilon", "normalise_std"}
 FROM_THE_PLACE = {
-    "EngineSettings.'sleep_level' = 2 if roles_on_engine_devices(config) else 0",
+    "EngineSettings.sleep_level = 2 if roles_on_engine_devices(config) else 0",
     "MegatronSettings.with_value_head = role is config.critic",
-    "EngineSettings.'max_model_len' = config.longest_sequence",
 }
-"""Wires that depend on where roles stand, or that a key of the strategy hides in the full config; the last one has a
-test of its own.
-"""
+"""Wires that depend on where roles stand."""
 
 
 @cache

@@ -47,12 +47,12 @@ from roll_async.prompts.load import DataOptions
 from roll_async.prompts.pool import PromptPoolOptions
 from roll_async.rewards import router
 from roll_async.rollout.chat_scheduler import SchedulerOptions
-from roll_async.rollout.conversations import ScoringOptions
 from roll_async.rollout.filter_budget import BudgetOptions
 from roll_async.rollout.manager_options import ManagerOptions
+from roll_async.rollout.scoring import ScoringOptions
 from roll_async.trainer.learner import LearnerOptions
 from roll_async.trainer.megatron.settings import MegatronSettings, OptimizerSettings
-from roll_async.weight_sync.synchronizer import SyncOptions
+from roll_async.weight_sync.protocol import SyncOptions
 
 BUILT = (
     EngineSettings, MegatronSettings, OptimizerSettings, LossSettings, LearnerOptions, QueueOptions, SchedulerOptions,
@@ -139,7 +139,8 @@ def started_with(config: RLVRConfig) -> dict[str, object]:
             "load_prompts": part("load_prompts", {}), "judged": part("judged", {}),
             "ShuffledPrompts": part("ShuffledPrompts", row), "PooledPrompts": part("PooledPrompts"),
             "SqliteLedger": part("ledger"), "MemoryLedger": part("no ledger"),
-            "move_to_previous": part("move_to_previous"), "ChatToolCodec": part("ChatToolCodec"),
+            "move_to_previous": part("move_to_previous"),
+            "TemplateRenderer": part("TemplateRenderer", SimpleNamespace(between=lambda *given: ())),
             "at_time": lambda *given: given, "load_tokenizer": str,
         }.items():  # fmt: skip
             patch.setattr(rollout, name, stub)

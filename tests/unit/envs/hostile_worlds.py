@@ -34,9 +34,9 @@ ODD = {
 def answers():
     """Where this process writes its answers to the pool, a local of its main()."""
     frame = sys._current_frames()[threading.main_thread().ident]
-    while "answers" not in frame.f_locals:
+    while "channel" not in frame.f_locals:
         frame = frame.f_back
-    return frame.f_locals["answers"].fileno()
+    return frame.f_locals["channel"].fileno()
 
 
 @dataclass(frozen=True, kw_only=True)

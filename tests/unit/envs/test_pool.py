@@ -201,7 +201,7 @@ def test_a_worker_that_does_not_start_takes_no_further_world():
             await pool.open(HOSTILE).reset(0)
         assert (await pool.open(HOSTILE).reset(1)).text == "seed 1"
 
-    with_pool(work, step_timeout_s=20, worker=lambda timeout_s: kinds.pop(0)(timeout_s))
+    with_pool(work, step_timeout_s=20, worker=lambda *parts: kinds.pop(0)(*parts))
 
 
 def test_a_world_beside_the_config_is_found_by_its_worker(tmp_path, monkeypatch):

@@ -4,7 +4,7 @@ import pytest
 
 numpy = pytest.importorskip("numpy")
 
-from roll_async.inference.vllm_engine import expert_record
+from roll_async.inference.engine import expert_record
 
 
 @pytest.mark.parametrize(("kind", "typecode"), [("uint8", "B"), ("uint16", "h")])

@@ -10,7 +10,7 @@ import pytest
 
 from roll_async.commands.run import prepare
 from roll_async.config.api import ConfigError
-from roll_async.inference.backends import VLLM_BLOCK_MULTIPLES, VLLM_CPU_HEAD_SIZES
+from roll_async.config.engine_traits import ENGINE_TRAITS
 from roll_async.launch.gate import admit
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -155,11 +155,14 @@ def test_the_tables_are_those_of_the_installed_vllm():
                 return ast.unparse(node.body[-1].value)
         raise AssertionError(f"{file} has no {function}")
 
-    assert ast.literal_eval(returned("cpu_attn.py", "get_supported_head_sizes")) == list(VLLM_CPU_HEAD_SIZES)
+    assert ast.literal_eval(returned("cpu_attn.py", "get_supported_head_sizes")) == list(
+        ENGINE_TRAITS["vllm"].cpu_head_sizes
+    )
     blocks = "get_supported_kernel_block_sizes"
-    assert returned("cpu_attn.py", blocks) == f"[MultipleOf({VLLM_BLOCK_MULTIPLES['cpu']})]"
+    multiples = ENGINE_TRAITS["vllm"].block_multiples
+    assert returned("cpu_attn.py", blocks) == f"[MultipleOf({multiples['cpu']})]"
     for file in ("flash_attn.py", "triton_attn.py", "flex_attention.py"):
-        assert returned(file, blocks) == f"[MultipleOf({VLLM_BLOCK_MULTIPLES['cuda']})]"
+        assert returned(file, blocks) == f"[MultipleOf({multiples['cuda']})]"
 
 
 def test_an_adapter_instead_of_a_model_is_refused_with_the_commands_that_merge_it(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 
 from roll_async.agents.tools.toolbox import TOOLS
 from roll_async.config.api import ConfigError
-from roll_async.envs.options import build_options
+from roll_async.config.user_options import build_options
 from roll_async.envs.registry import WORLDS, NoOptions
 from roll_async.launch.gate import admit
 from roll_async.launch.user_code import _bound, _options, _source, _spec

@@ -17,17 +17,16 @@ from roll_async.pipelines.wire import (
     EngineOptions,
     RolloutOptions,
     RolloutRoles,
-    RunOptions,
-    connect,
-    wire,
-    wire_rollout,
+    build_engines,
+    build_pipeline,
+    build_rollout,
 )
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
 from roll_async.rollout.manager_options import ManagerOptions
 from roll_async.schema import SamplingParams
 from roll_async.trainer.protocol import StepReport
 from roll_async.weight_sync.bucket import Block, Bucket
-from roll_async.weight_sync.synchronizer import SyncOptions
+from roll_async.weight_sync.protocol import OWN_DEVICES, SyncOptions
 
 
 class Starter:
@@ -85,7 +84,7 @@ class Run:
         classes=ComponentTypes(),
         trainer=TrainLoop,
         custom_monitor=None,
-        turns_of=lambda replicas: None,
+        devices_of=lambda manager, replicas: None,
         pool=None,
         position=None,
         scorer=None,
@@ -102,18 +101,18 @@ class Run:
         self.push_bytes = 0
         self.replicas = [self._replica(f"engine-{i}", s) for i, s in enumerate(speeds)]
         engines = EngineOptions(manager=ManagerOptions(), max_restarts=2, start_timeout_s=100.0)
-        self.engines = connect(self.replicas, Starter(self), engines)
+        self.engines = build_engines(self.replicas, Starter(self), engines)
         self.manager = self.engines.manager
         self.validators = None
         if own := [self._replica(f"validator-{i}", s) for i, s in enumerate(validator_speeds)]:
-            self.validators = connect(own, Starter(self), engines)
+            self.validators = build_engines(own, Starter(self), engines)
             self.replicas = [*self.replicas, *own]
         scheduling = SchedulerOptions(
             samples_per_group=2, sampling=SamplingParams(max_new_tokens=10), spread_samples=False
         )
-        self.turns = turns_of(self.replicas)
+        self.devices = devices_of(self.manager, self.replicas)
         roles = RolloutRoles(
-            turns=self.turns,
+            devices=self.devices,
             pool=pool,
             restored=0 if position is None else position["step"],
             position=position,
@@ -140,12 +139,12 @@ class Run:
             validation_mode=plan.get("validation_mode", "pause"),
             canary=canary,
         )
-        self.side = wire_rollout(roles, options, classes)
+        self.side = build_rollout(roles, options, classes)
         self.queue, self.rollouter, self.sync = self.side.queue, self.side.rollouter, self.side.synchronizer
         self.parts = PipelineParts(
             queue=self.queue, rollouter=self.rollouter, learner=self, synchronizer=self.sync, checkpoint=self,
             observer=self, validate=None if self.side.validate is None else SlowValidation(self, self.side.validate),
-            dump=lambda *step: self.dumped.append(step),
+            dump=lambda *step: self.dumped.append(step), devices=self.devices or OWN_DEVICES,
         )  # fmt: skip
         first = 1 if position is None else position["step"] + 1
         plan = {"first_step": first, "sync_every": 1, "save_every": 0, "eval_every": 0, **plan}
@@ -156,8 +155,9 @@ class Run:
             samples_per_group=2,
             groups_per_part=num_groups // parts,
         )
-        watched = RunOptions(plan=self.plan, monitor_interval_s=5.0, custom_monitor=custom_monitor)
-        self.pipeline = wire(self.parts, watched, ComponentTypes(trainer=trainer), self.side.turns)
+        self.pipeline = build_pipeline(
+            self.parts, self.plan, trainer=trainer, monitor_interval_s=5.0, custom_monitor=custom_monitor
+        )
         self.trainer = self.pipeline.trainer
 
     def _replica(self, name, token_s):

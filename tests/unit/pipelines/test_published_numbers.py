@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from roll_async.buffer.staleness import StalenessPolicy
 from roll_async.commands.fully_async import LOG_NAME
+from roll_async.config.staleness import StalenessPolicy
 from roll_async.observe.prometheus import exposition
 from roll_async.observe.run_folder import RunFolder
 from roll_async.pipelines.fully_async import FullyAsyncTrainer

@@ -6,7 +6,7 @@ import pytest
 
 from roll_async.buffer.errors import LedgerError, StallError, TooManyFailures
 from roll_async.pipelines.protocol import TrainerState
-from roll_async.weight_sync.synchronizer import SyncFailed
+from roll_async.weight_sync.protocol import SyncFailed
 
 
 async def broken_at(done, seconds, error):

@@ -11,7 +11,6 @@ from roll_async.pipelines.validation import (
     HeldOut,
     SetSampling,
     Validation,
-    ValidationPlace,
     pass_at_k,
     validation_metrics,
 )
@@ -204,7 +203,7 @@ def test_each_held_out_prompt_is_sampled_as_often_as_the_config_says(build):
             assert not yields
 
     held_out = HeldOut("", [build.prompt(), build.prompt()], options.validation[""])
-    metrics = asyncio.run(Validation([held_out], Source(), Engines(), ValidationPlace(lambda: 0))(5))
+    metrics = asyncio.run(Validation([held_out], Source(), Engines(), lambda: 0)(5))
     assert metrics["validation/samples"] == 6 and metrics["validation/unscored"] == 0
     assert metrics["validation/accuracy"] == pytest.approx(1 / 3)
 
@@ -247,7 +246,7 @@ def test_each_set_has_its_sampling_and_its_metrics_and_counts_one_version_alone(
             yielded.append(yields)
 
     sets = [HeldOut("", [build.prompt()] * 3, greedy), HeldOut("aime", [build.prompt()], sampled)]
-    metrics = asyncio.run(Validation(sets, Source(), Engines(), ValidationPlace(lambda: 7, yields=True))(7))
+    metrics = asyncio.run(Validation(sets, Source(), Engines(), lambda: 7, yields=True)(7))
     assert asked == {"validation.7": (3, 0.0), "validation.7.aime": (4, 0.6)} and yielded == [True, False]
     assert metrics["validation/samples"] == 3 and metrics["validation/version"] == 7
     assert metrics["validation/sets/aime/samples"] == 3 and metrics["validation/sets/aime/unscored"] == 1

@@ -126,7 +126,7 @@ def test_without_a_replica_left_the_run_goes_on_and_counts_what_is_not_measured(
     hit = apart(a_run, steps=4)
 
     async def restart(name, number):
-        raise RuntimeError("no such device")
+        raise ConnectionError("no such device")
 
     hit.restart = restart
 

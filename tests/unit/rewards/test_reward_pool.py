@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from roll_async.config.user_code import FOLDERS_VARIABLE, search_beside
-from roll_async.rewards.launchers import Spawner
-from roll_async.rewards.pool import RewardPool, RewardPoolOptions
+from roll_async.processes.pool import ProcessPool
+from roll_async.rewards.pool import RewardPool, RewardPoolOptions, program_of
 from roll_async.rewards.sandbox.confine import missing
-from roll_async.rewards.worker_process import WorkerOptions
 from roll_async.schema import RewardStatus
 from tests.patience import patient
 
@@ -119,22 +118,22 @@ def test_workers_that_hang_at_the_same_moment_are_each_replaced_by_one_of_their_
 def test_a_worker_that_is_ready_when_its_caller_is_cancelled_is_ended_with_the_others():
     """Both may happen in one turn of a busy machine's loop."""
 
-    class Ready(Spawner):
+    class Ready(ProcessPool):
         async def _start(self):
-            worker = await super()._start()
+            process = await super()._start()
             for caller in callers:
                 caller.cancel()  # it learns of its worker and of its end at the same time
-            return worker
+            return process
 
     async def work():
-        launcher = Ready(WorkerOptions(reward="exact_match", memory_mb=512))
-        first = await launcher.start_worker()  # and from now on there is a spare
+        pool = Ready(program_of(RewardPoolOptions(reward="exact_match", memory_mb=512)), spare=True)
+        first = await pool.start()  # and from now on there is a spare
         await first.stop()
-        callers.append(asyncio.ensure_future(launcher.start_worker()))
+        callers.append(asyncio.ensure_future(pool.start()))
         with pytest.raises(asyncio.CancelledError):
             await callers[0]
         running = _workers()
-        await launcher.close()
+        await pool.close()
         return running
 
     callers = []

@@ -6,11 +6,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, GroupFate, SchedulerOptions
-from roll_async.rollout.conversations import ScoringOptions
+from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
 from roll_async.rollout.filter_budget import GeneratedTooMany
 from roll_async.rollout.group_filter import GroupFilter
+from roll_async.rollout.group_source import GroupFate
 from roll_async.rollout.manager_options import ManagerOptions
+from roll_async.rollout.scoring import ScoringOptions
 from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.schema import FinishReason, Reward, RewardStatus, SamplingParams
 
@@ -176,10 +177,9 @@ def test_an_outage_is_waited_for_and_then_fails_the_group_and_is_never_a_score(
             assert "judge is down" in outcome.reason and "0.0/1" in outcome.reason and "math" in outcome.reason
             # 0.5 1 2 4 8 16 30 30: eight pauses fit into 100 s
             assert (
-                60 < asyncio.get_running_loop().time() < 110
-                and scorer.calls == 3 + scheduler.conversations.reward_outages
+                60 < asyncio.get_running_loop().time() < 110 and scorer.calls == 3 + scheduler.counts().reward_outages
             )
-            assert scheduler.conversations.reward_outages == 9
+            assert scheduler.counts().reward_outages == 9
 
     run(go())
 
@@ -206,8 +206,8 @@ def test_an_error_of_the_reward_is_tried_again_and_then_quarantines_the_group(ru
             assert outcome.fate is GroupFate.FAILED and "KeyError" in outcome.reason
             assert (
                 scorer.calls == 3 + 3
-                and scheduler.conversations.reward_errors == 3
-                and scheduler.conversations.reward_outages == 0
+                and scheduler.counts().reward_errors == 3
+                and scheduler.counts().reward_outages == 0
             )
 
     run(go())
@@ -224,7 +224,7 @@ def test_an_answer_that_cannot_be_judged_in_time_filters_its_group_at_once(
             outcome = await scheduler.run_group(build.prompt(), group_id=0)
             assert outcome.fate is GroupFate.FILTERED and outcome.group is None
             assert outcome.reason.startswith("dropped_invalid: reward of sample 0.0/2") and "30 s" in outcome.reason
-            assert scorer.calls == 4 and scheduler.conversations.reward_timeouts == 1
+            assert scorer.calls == 4 and scheduler.counts().reward_timeouts == 1
 
     run(go())
 
@@ -235,9 +235,7 @@ def test_an_outage_that_passes_is_retried_and_forgotten(run, build, replica_clas
         scorer = scorer_class(lambda p, s: troubles.pop(0))
         async with scheduling([replica_class("a")], scorer, samples_per_group=1) as scheduler:
             outcome = await scheduler.run_group(build.prompt(), group_id=0)
-            assert [s.reward.score for s in outcome.group.samples] == [
-                0.75
-            ] and scheduler.conversations.reward_outages == 2
+            assert [s.reward.score for s in outcome.group.samples] == [0.75] and scheduler.counts().reward_outages == 2
 
     run(go())
 

@@ -9,16 +9,16 @@ import pytest
 from roll_async.buffer.errors import EndOfData, RaisesAlways, TooManyFailures
 from roll_async.buffer.ledger import MemoryLedger
 from roll_async.buffer.message_queue import MessageQueue
-from roll_async.buffer.staleness import StalenessPolicy
 from roll_async.buffer.states import QueueOptions
+from roll_async.config.staleness import StalenessPolicy
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
-from roll_async.rollout.conversations import ScoringOptions
 from roll_async.rollout.filter_budget import BudgetOptions, FilterBudget, GeneratedTooMany
 from roll_async.rollout.first_batch import FirstBatch
 from roll_async.rollout.group_filter import GroupFilter
 from roll_async.rollout.group_source import GroupFate, GroupOutcome
 from roll_async.rollout.manager_options import ManagerOptions
 from roll_async.rollout.rollouter import Rollouter
+from roll_async.rollout.scoring import ScoringOptions
 from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.schema import Reward, RewardStatus, SamplingParams
 
@@ -420,7 +420,7 @@ def test_a_synchronous_run_stops_early_under_every_policy_instead_of_generating_
 
 def test_a_surplus_group_that_is_being_scored_does_not_hold_up_the_abort_of_later_ones(run, world, build):
     done = world(oversample_groups=4, speeds=(1.0, 30.0), train_s=0.1, scheduler={"spread_samples": False})
-    score, hung = done.scheduler.conversations._scorer.score, []
+    score, hung = done.scheduler.runner.scoring._scorer.score, []
 
     async def stuck(prompt, sample):
         if prompt.row_id == "0":
@@ -428,7 +428,7 @@ def test_a_surplus_group_that_is_being_scored_does_not_hold_up_the_abort_of_late
             await asyncio.sleep(5000)
         return await score(prompt, sample)
 
-    done.scheduler.conversations._scorer.score = stuck
+    done.scheduler.runner.scoring._scorer.score = stuck
     run(done.go(5))
     assert hung and done.end.dropped == 5 * 3 + 1, "the slow replica's groups, in every step; the hung one at the end"
     assert done.trained_s < 5 * 60, "no batch waited 600 s for the slow replica"

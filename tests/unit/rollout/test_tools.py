@@ -9,12 +9,15 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from roll_async.prompts.tool_calls import HERMES, parse_call
+from roll_async.rollout.answers import AnswerRunner
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
-from roll_async.rollout.conversations import Conversations, ScoringOptions
 from roll_async.rollout.group_source import GroupFate
+from roll_async.rollout.groups import GroupScope, TrajectoryRequest
 from roll_async.rollout.manager_options import ManagerOptions
+from roll_async.rollout.scoring import RewardScoring, ScoringOptions
 from roll_async.rollout.server_manager import AsyncLLMServerManager
-from roll_async.rollout.tools import ToolCompletionCallback, call_spans, parse_call
+from roll_async.rollout.tools import ToolCompletionCallback
 from roll_async.schema import Completion, FinishReason, SamplingParams
 
 END = 7
@@ -23,10 +26,12 @@ END = 7
 class TextCodec:
     """Characters are tokens; a result stands between two brackets."""
 
+    calls = HERMES
+
     def decode(self, token_ids):
         return "".join(map(chr, token_ids))
 
-    def tool_turn(self, last_token, results):
+    def between(self, last_token, results):
         return [ord(c) for c in "[" + "|".join(results) + "]"]
 
 
@@ -76,13 +81,28 @@ async def slow(arguments):
 TOOLS = {"add": add, "broken": broken, "slow": slow}
 
 
+class Conversations:
+    """Answers, one at a time, in one scope."""
+
+    def __init__(self, runner):
+        self.runner, self.tools, self.scope = runner, runner.tools, GroupScope()
+
+    async def end(self, prompt, name, sampling, affinity=None):
+        request = TrajectoryRequest(name=name, prompt=prompt, sampling=sampling, scope=self.scope, affinity=affinity)
+        return await self.runner.run(request)
+
+    async def sample(self, *given):
+        (row,) = (await self.end(*given)).rows
+        return row
+
+
 @asynccontextmanager
 async def talking(replicas, scorer, *, limit=128, tools=TOOLS, **options):
     manager = AsyncLLMServerManager(replicas, ManagerOptions(max_concurrent_per_server=limit))
     await manager.start()
     callback = ToolCompletionCallback(tools, TextCodec(), **options)
     try:
-        yield Conversations(manager, scorer, ScoringOptions(), tools=callback)
+        yield Conversations(AnswerRunner(manager, RewardScoring(scorer, ScoringOptions()), tools=callback))
     finally:
         await manager.close()
 
@@ -122,7 +142,7 @@ def test_tools_of_one_turn_run_side_by_side_and_answer_in_the_order_of_the_calls
         async with talking([replica], scorer_class(score_s=0)) as conversations:
             await conversations.sample(build.prompt(), "s", SAMPLING)
             assert asyncio.get_running_loop().time() == pytest.approx(3.0)
-            assert conversations.tools.num_calls == 5
+            assert conversations.tools.toolbox.num_calls == 5
         assert bytes(speaker.prompts[1][-16:]).decode() == "[10|11|12|13|14]"
 
     run(go())
@@ -144,7 +164,7 @@ def test_whatever_goes_wrong_in_a_tool_is_what_the_model_reads(run, build, repli
         speaker = Speaker(replica, line, "so be it")
         async with talking([replica], scorer_class()) as conversations:
             sample = await conversations.sample(build.prompt(), "s", SAMPLING)
-            assert conversations.tools.num_failures == 1
+            assert conversations.tools.toolbox.num_failures == 1
         assert told in "".join(map(chr, speaker.prompts[1])) and sample.finish_reason is FinishReason.STOP
 
     run(go())
@@ -191,7 +211,7 @@ def test_results_are_bounded_one_by_one_and_in_number(run, build, replica_class,
         speaker = Speaker(replica, call("long") + call("n" * 50_000) + call("long") * 70, "so be it")
         async with talking([replica], scorer_class(), tools={"long": long}) as conversations:
             await conversations.sample(build.prompt(), "s", SamplingParams(max_new_tokens=10**7))
-            assert (conversations.tools.num_calls, conversations.tools.num_failures) == (72, 9)
+            assert (conversations.tools.toolbox.num_calls, conversations.tools.toolbox.num_failures) == (72, 9)
         results = "".join(map(chr, speaker.prompts[1])).rpartition("[")[2].split("|")
         assert len(results) == 72 and [len(r) for r in results[:3]] == [20_000] * 3
         assert results[-1].startswith("error: not run: one turn may hold 64 calls")
@@ -226,8 +246,8 @@ class Broken(ToolCompletionCallback):
     def find_calls(self, text):
         return self.does() if self.hook == "find_calls" else super().find_calls(text)
 
-    def postprocess(self, transcript, name):
-        return self.does() if self.hook == "postprocess" else super().postprocess(transcript, name)
+    def postprocess(self, tree, name):
+        return self.does() if self.hook == "postprocess" else super().postprocess(tree, name)
 
 
 @pytest.mark.parametrize("hook", ["find_calls", "postprocess", "row"])
@@ -267,7 +287,7 @@ def test_a_prompt_says_which_tools_it_may_call_and_what_they_are_given(run, buil
             await conversations.sample(prompt, "s", SAMPLING)
             told = "".join(map(chr, speaker.prompts[1]))
             assert "[42|error: there is no tool 'slow']" in told
-            assert (conversations.tools.num_calls, conversations.tools.num_failures) == (2, 1)
+            assert (conversations.tools.toolbox.num_calls, conversations.tools.toolbox.num_failures) == (2, 1)
 
     run(go())
 
@@ -360,11 +380,17 @@ def test_an_abort_reaches_a_conversation_whose_tools_run(run, build, replica_cla
         replica = replica_class("a")
         speaker = Speaker(replica, call("add", a=1, b=1), "never said")
         scorer = scorer_class()
-        async with talking([replica], scorer) as conversations:
-            talk = asyncio.ensure_future(conversations.sample(build.prompt(), "s", SAMPLING))
-            await asyncio.sleep(1)
-            await conversations.abort(["s", "unknown"])
-            assert (await talk).finish_reason is FinishReason.ABORT
+        manager = AsyncLLMServerManager([replica], ManagerOptions())
+        await manager.start()
+        options = SchedulerOptions(samples_per_group=1, sampling=SAMPLING)
+        scheduler = ChatCompletionScheduler(manager, scorer, options, tools=ToolCompletionCallback(TOOLS, TextCodec()))
+        group = asyncio.ensure_future(scheduler.run_group(build.prompt(), group_id=3))
+        await asyncio.sleep(1)
+        await scheduler.abort_groups([3, 99])
+        outcome = await group
+        assert outcome.fate is GroupFate.REQUEUED
+        assert outcome.remains.samples[0].finish_reason is FinishReason.ABORT
+        await manager.close()
         assert len(speaker.prompts) == 1 and scorer.calls == 0
 
     run(go())
@@ -373,8 +399,8 @@ def test_an_abort_reaches_a_conversation_whose_tools_run(run, build, replica_cla
 def test_call_marks_nested_a_hundred_thousand_deep_are_read_in_linear_time():
     opens, spaces = "<tool_call>" * 100_000, " " * 100_000
     started = time.process_time()
-    assert list(call_spans(opens)) == []
-    assert list(call_spans(opens, unclosed=True)) == [(len("<tool_call>"), len(opens))]
-    assert list(call_spans(f"<tool_call>{spaces}x")) == []
-    assert len(list(call_spans("<tool_call></tool_call>" * 20_000))) == 20_000
+    assert HERMES.read(opens) == (opens, [])
+    assert [bool(call.problem) for call in HERMES.read(opens, unclosed=True)[1]] == [True]
+    assert HERMES.read(f"<tool_call>{spaces}x")[1] == []
+    assert len(HERMES.read("<tool_call></tool_call>" * 20_000)[1]) == 20_000
     assert time.process_time() - started < 1.0

@@ -9,12 +9,16 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from roll_async.algorithms.correction import CorrectionOptions
+from roll_async.config.advantage_options import advantage_options_class
 from roll_async.config.policy_loss_options import KlCovOptions
+from roll_async.config.schema_algorithm import AlgorithmConfig, OverlongBufferConfig
 from roll_async.schema import ExpertRecord, Reward
 from roll_async.simulator.clock import VirtualLoop, run_virtual
 from roll_async.trainer.learner import Learner, LearnerOptions
 from roll_async.trainer.roles import LearnerParts
+
+ALGORITHM = {field.name for field in dataclasses.fields(AlgorithmConfig)}
+"""What the learner reads of the config's section as it is."""
 
 
 class FakeScoring:
@@ -70,15 +74,11 @@ class Trial:
             teacher=None if teacher is None else FakeScoring(self.log, "teacher", teacher),
             critic=self.critic,
         )
-        values = {
-            "domains": ("math", "code"),
-            "response_length": 8,
-            "adv_estimator": "grpo",
-            "adv_options": {},
-            "pg_variant": "ppo",
-            "pg_options": object(),
-            "correction": CorrectionOptions(),
-        }
+        algorithm = {name: options.pop(name) for name in ALGORITHM & options.keys()}
+        algorithm.setdefault("proximal_logprobs", "recompute")
+        estimator = advantage_options_class(algorithm.get("adv_estimator", "grpo"))
+        algorithm["adv_options"] = estimator(**algorithm.get("adv_options", {}))
+        values = {"domains": ("math", "code"), "response_length": 8, "algorithm": AlgorithmConfig(**algorithm)}
         self.learner = Learner(parts, LearnerOptions(**{**values, **options}))
 
     def step(self, groups, step=1):
@@ -284,7 +284,7 @@ def test_too_easy_and_too_hard_groups_leave_the_loss(build):
 
 
 def test_long_answers_are_punished_before_the_group_is_compared(build):
-    trial = Trial(overlong_len=4)
+    trial = Trial(overlong_buffer=OverlongBufferConfig(enable=True, len=4))
     rows = trial.step(of_lengths(build, (4, 1.0), (8, 1.0)))
     assert (rows.advantages[0][rows.mask[0]] > 0).all() and (rows.advantages[1][rows.mask[1]] < 0).all()
     assert trial.report.metrics["reward/overlong_share"] == 0.5
@@ -292,7 +292,12 @@ def test_long_answers_are_punished_before_the_group_is_compared(build):
 
 
 def test_the_overlong_penalty_is_on_the_scale_of_the_shifted_reward(build):
-    trial = Trial(overlong_len=4, reward_shift=-0.5, reward_scale=2.0, adv_estimator="reinforce")
+    trial = Trial(
+        overlong_buffer=OverlongBufferConfig(enable=True, len=4),
+        reward_shift=-0.5,
+        reward_scale=2.0,
+        adv_estimator="reinforce",
+    )
     rows = trial.step(of_lengths(build, (4, 1.0), (8, 1.0), (4, 0.0), (8, 0.0)))
     totals = [float(advantages[mask][0]) for advantages, mask in zip(rows.advantages, rows.mask, strict=True)]
     assert totals == [1.0, 0.0, -1.0, -2.0]
@@ -332,7 +337,7 @@ def test_a_greedy_baseline_is_subtracted_on_the_scale_of_the_shaped_scores(build
 
 def test_the_overlong_penalty_is_the_samples_own_and_leaves_the_greedy_baseline_alone(build):
     (group,) = of_lengths(build, (4, 1.0), (8, 1.0))
-    trial = Trial(adv_estimator="remax", overlong_len=4, reward_scale=2.0)
+    trial = Trial(adv_estimator="remax", overlong_buffer=OverlongBufferConfig(enable=True, len=4), reward_scale=2.0)
     rows = trial.step([dataclasses.replace(group, baseline_score=0.5)])
     assert [float(a[mask][0]) for a, mask in zip(rows.advantages, rows.mask, strict=True)] == [1.0, 0.0]
 

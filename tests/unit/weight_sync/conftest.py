@@ -9,8 +9,7 @@ from roll_async.weight_sync.bucket import Bucket, UpdatePlan
 from roll_async.weight_sync.changes import LastExport
 from roll_async.weight_sync.digest import of_replica, of_trainer
 from roll_async.weight_sync.layout import EngineLayout
-from roll_async.weight_sync.packing import TensorPart
-from roll_async.weight_sync.transports import open_receiver, open_sender
+from roll_async.weight_sync.transfer import TensorPart, open_receiver, open_sender
 
 
 class Transfers:

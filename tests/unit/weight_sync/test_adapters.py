@@ -11,10 +11,9 @@ from roll_async.weight_sync.adapters import PLAIN_LAYERS, AdapterShape, adapters
 from roll_async.weight_sync.bucket import Bucket, Content, UpdatePlan, adapter_half, is_adapter
 from roll_async.weight_sync.changes import LastExport
 from roll_async.weight_sync.digest import of_replica, of_trainer
-from roll_async.weight_sync.export_plans import ExportPlanner
 from roll_async.weight_sync.layout import Cut, EngineLayout
-from roll_async.weight_sync.packing import TensorPart
-from roll_async.weight_sync.transports import open_receiver, open_sender
+from roll_async.weight_sync.push import ExportPlanner
+from roll_async.weight_sync.transfer import TensorPart, open_receiver, open_sender
 
 LAYER = "model.layers.0.self_attn.q_proj.weight"
 A, B = (adapter_half(LAYER, half) for half in ("lora_A", "lora_B"))

@@ -12,7 +12,7 @@ from roll_async.weight_sync.bucket import STAGED, TensorSlot, UpdatePlan
 from roll_async.weight_sync.changes import LastExport
 from roll_async.weight_sync.digest import Digest, flat_bytes
 from roll_async.weight_sync.layout import Cut, EngineLayout
-from roll_async.weight_sync.packing import TensorPart
+from roll_async.weight_sync.transfer import TensorPart
 from roll_async.weight_sync.transports import sends_changes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8]

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll_async.weight_sync.layout import Cut, EngineLayout, fragments
-from roll_async.weight_sync.packing import TensorPart, plan_blocks
+from roll_async.weight_sync.transfer import TensorPart, plan_blocks
 
 HEAD = 4
 DIMS = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1, "gate_proj": 0, "up_proj": 0, "down_proj": 1}

@@ -17,9 +17,7 @@ from roll_async.weight_sync.digest import of_replica, of_trainer
 from roll_async.weight_sync.gloo import HostMedium
 from roll_async.weight_sync.layout import EngineLayout
 from roll_async.weight_sync.links import LinkReader, LinkWriter
-from roll_async.weight_sync.packing import unpack
-from roll_async.weight_sync.receiving import Receiver
-from roll_async.weight_sync.sending import BlockSender
+from roll_async.weight_sync.transfer import BlockSender, Receiver, unpack
 from tests.patience import patient
 
 NAMES = ["r0", "r1", "r2", "r3"]

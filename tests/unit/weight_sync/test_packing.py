@@ -6,7 +6,7 @@ import torch
 from roll_async.weight_sync.bucket import Block, TensorSlot
 from roll_async.weight_sync.digest import Digest, flat_bytes
 from roll_async.weight_sync.layout import EngineLayout
-from roll_async.weight_sync.packing import TensorPart, pack, plan_blocks, size_of, unpack
+from roll_async.weight_sync.transfer import TensorPart, pack, plan_blocks, size_of, unpack
 
 TENSORS = {
     "embedding": torch.arange(35, dtype=torch.float32).view(7, 5),

@@ -13,7 +13,7 @@ import torch
 from roll_async.weight_sync import shm
 from roll_async.weight_sync.bucket import STAGED
 from roll_async.weight_sync.layout import Cut, EngineLayout
-from roll_async.weight_sync.packing import TensorPart, plan_blocks, size_of
+from roll_async.weight_sync.transfer import TensorPart, plan_blocks, size_of
 from roll_async.weight_sync.transports import RECEIVERS, SENDERS, choose_transport
 
 CPU_TRANSPORTS = sorted(STAGED)

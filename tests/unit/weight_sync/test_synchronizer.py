@@ -7,7 +7,8 @@ import pytest
 from roll_async.config.api import load
 from roll_async.weight_sync.bucket import Block, Bucket
 from roll_async.weight_sync.errors import UpdateFailed
-from roll_async.weight_sync.synchronizer import ParameterSynchronizer, SyncFailed, SyncOptions, SyncState
+from roll_async.weight_sync.protocol import SyncFailed, SyncOptions, SyncState
+from roll_async.weight_sync.push import ParameterSynchronizer
 
 
 class FakeTrainer:

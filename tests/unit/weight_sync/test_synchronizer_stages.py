@@ -8,7 +8,8 @@ import pytest
 from roll_async.weight_sync.bucket import Block, Bucket
 from roll_async.weight_sync.canary import Canary, CanaryOptions, EngineMismatch
 from roll_async.weight_sync.errors import UpdateFailed
-from roll_async.weight_sync.synchronizer import ParameterSynchronizer, SyncFailed, SyncOptions, SyncState
+from roll_async.weight_sync.protocol import SyncFailed, SyncOptions, SyncState
+from roll_async.weight_sync.push import ParameterSynchronizer
 
 BUCKETS, LOAD_S, COMMIT_S, PAUSE_S = 4, 1.0, 0.5, 0.25
 
@@ -211,6 +212,20 @@ def test_a_returning_replica_that_fails_again_is_reported_so_that_it_can_be_rest
     assert world.back == [] and world.out == {"engine-0": "ConnectionError: gone"} and world.held == [1]
 
 
+def test_a_replica_that_is_back_under_its_name_is_not_taken_for_the_one_that_proved_the_weights(run):
+    world = World()
+    proved = world.engines[0]
+
+    async def go():
+        pushing = asyncio.create_task(world.sync.push(1))
+        await asyncio.sleep(BUCKETS * LOAD_S + PAUSE_S / 2)
+        world.engines[0] = Engine(world, "engine-0")
+        return await pushing
+
+    assert run(go()).replicas == 1 and world.out == {}
+    assert proved.serves == 0 and [e.serves for e in world.engines] == [0, 1]
+
+
 def test_a_replica_that_comes_back_between_pushes_gets_the_present_weights_and_stops_nobody(run):
     world = World()
     world.out["engine-0"] = "restarted"
@@ -362,7 +377,7 @@ def test_log_lines_say_which_version_and_begin_as_documented(run, caplog):
     world.engines[0].wrong = {"load": [UpdateFailed("torn")] * 2}
     with caplog.at_level("INFO"):
         run(world.sync.push(5))
-    lines = [r.message for r in caplog.records if r.name.endswith("synchronizer")]
+    lines = [r.message for r in caplog.records if r.name.endswith("weight_sync.push")]
     assert len(lines) == 3 and all(line.startswith("Parameter sync: ") for line in lines)
     assert "version 5 attempt 1 failed" in lines[0] and "engine-0 is removed: UpdateFailed: torn" in lines[1]
     assert "version 5 on 1 replicas" in lines[2]

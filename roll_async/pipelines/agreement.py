@@ -1,8 +1,11 @@
-"""Tokens of the present weights must have the log-probs that the trainer gives them: same weights, same text.
+"""Whether engines and trainer are the same policy: the canary of every push, and the trained tokens of lag 0.
 
-The canary of a push compares both sides on given ids, before anything is sampled. Here they are compared on what was
-sampled and is trained, `correction/lag_0/abs_log_rho`: where the canary agrees and this does not, weights and numerics
-are right, and the trainer scores another text than the engine continued.
+    canary     after a push both score given ids; the next step trains meanwhile, and its record has the result
+    on policy  tokens of the present weights in a batch: engine and trainer must have given them the same log-probs
+
+The canary (`weight_sync/canary.py`) compares both sides before anything is sampled. The second check compares them on
+what was sampled and is trained, `correction/lag_0/abs_log_rho`: where the canary agrees and this does not, weights and
+numerics are right, and the trainer scores another text than the engine continued.
 """
 
 from __future__ import annotations
@@ -10,10 +13,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass
 
-from roll_async.config.schema import PipelineConfig
-from roll_async.weight_sync.canary import CanaryReport, EngineMismatch, band_of
+from roll_async.pipelines.metrics import canary_metrics
+from roll_async.weight_sync.canary import CanaryReport, EngineMismatch
 
 logger = logging.getLogger(__name__)
 
@@ -30,33 +32,16 @@ _TEMPLATE = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LagZeroOptions:
-    """When the difference is a mismatch."""
+class PolicyAgreement:
+    """Both checks, in the order of a step: `canary`, `check`, `stop_on_mismatch`, then the push and `pushed`. What the
+    last canary found tells the suspects of the second check apart.
+    """
 
-    band: float
-    """Largest mean |log pi_train - log pi_engine| in nats that rounding explains."""
-    stop: bool = False
-    """A mismatch ends the run; False = a warning."""
-
-    @classmethod
-    def of(cls, config: PipelineConfig) -> LagZeroOptions | None:
-        """None where lag 0 does not mean the same distribution: the cache of older weights is kept, sampling is
-        truncated, or the weights change between the parts of a step.
+    def __init__(self, band: float | None, *, stops: bool) -> None:
+        """`band`: see `on_policy_band`; None = tokens of lag 0 are not compared. `stops`: a mismatch of theirs ends the
+        run, else it is a warning.
         """
-        sampling = config.actor_infer.generating_args
-        truncated = sampling.top_k > 0 or sampling.top_p < 1
-        in_parts = config.async_training.require_batches < config.mini_batches_per_batch
-        if config.async_training.interrupt.mode == "keep" or truncated or in_parts:
-            return None
-        return cls(band=band_of(config), stop=config.weight_sync.on_mismatch == "stop")
-
-
-class OnPolicyCheck:
-    """Keeps what the last canary found, to tell the suspects apart."""
-
-    def __init__(self, options: LagZeroOptions | None) -> None:
-        self._options = options
+        self._band, self._stops = band, stops
         self._asked: asyncio.Future[CanaryReport | None] | None = None
         self._canary: CanaryReport | None = None
 
@@ -64,13 +49,15 @@ class OnPolicyCheck:
         """Engines serve the next version, and answer the canary beside the next step."""
         self._asked = asyncio.ensure_future(checked)
 
-    async def canary(self) -> CanaryReport | None:
-        """What the canary of the last push found, once. None: it has been told, or nobody asked."""
+    async def canary(self) -> dict[str, float]:
+        """Metrics of the canary of the last push, once; waits for the engines' answers. Empty when they were published,
+        or nobody was asked.
+        """
         if self._asked is None:
-            return None
+            return {}
         self._canary = await self._asked
         self._asked = None
-        return self._canary
+        return canary_metrics(self._canary)
 
     async def close(self) -> None:
         """Nobody waits for the answers any more."""
@@ -83,19 +70,19 @@ class OnPolicyCheck:
     def check(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """`weights/lag_zero_alarm`, 1 for a mismatch in the batch of a step; empty when too few tokens had lag 0."""
         difference = self._difference(metrics)
-        if self._options is None or difference is None:
+        if self._band is None or difference is None:
             return {}
-        alarm = difference > self._options.band
+        alarm = difference > self._band
         if alarm:
             logger.warning("Log-probs, step %d: %s", step, self._found(difference))
         return {"weights/lag_zero_alarm": float(alarm)}
 
-    def stop(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Raises EngineMismatch for a mismatch, as the options say."""
+    def stop_on_mismatch(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Raises EngineMismatch for a mismatch, where it stops."""
         difference = self._difference(metrics)
-        if self._options is None or difference is None or not self._options.stop:
+        if self._band is None or difference is None or not self._stops:
             return
-        if difference > self._options.band:
+        if difference > self._band:
             found = self._found(difference)
             raise EngineMismatch(f"step {step}: {found} (weight_sync.on_mismatch: stop)")
 
@@ -106,10 +93,9 @@ class OnPolicyCheck:
         return metrics[DIFFERENCE]
 
     def _found(self, difference: float) -> str:
-        assert self._options is not None
         found = (
             f"tokens of the present weights differ by {difference:.2g} nats on average between engine and trainer "
-            f"(band {self._options.band:g})"
+            f"(band {self._band:g})"
         )
         if self._canary is None:
             return f"{found}, and no canary told them apart. Suspect: weights, numerics or template"

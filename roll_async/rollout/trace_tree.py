@@ -3,8 +3,9 @@
     system + question -- turn 0 -- tool result -- turn 1    row 1: the whole path
                     +--- history rewritten ----- turn 2    row 2: its path; what it shares is not trained twice
 
-A text that goes on from stored tokens continues their node; any other text begins a branch at the deepest node whose
-tokens are an exact prefix. Tokens are stored as they were sampled or sent, and never encoded a second time.
+The answer to a question is a tree without branches. Of a chat, a text that goes on from stored tokens continues their
+node; any other text begins a branch at the deepest node whose tokens are an exact prefix. Tokens are stored as they
+were sampled or sent, and never encoded a second time.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import replace
 
 from roll_async.schema import (
     Completion,
+    FinishReason,
     Outcome,
     Reward,
     Sample,
@@ -50,10 +52,7 @@ class TraceTree:
 
     def token_ids(self, node: int | None) -> array:
         """All tokens from the root to the end of this node."""
-        ids = array("i")
-        for place in self.path(node):
-            ids += self.nodes[place].token_ids
-        return ids
+        return _joined([self.nodes[place].token_ids for place in self.path(node)])
 
     def recorded_positions(self, node: int | None) -> int:
         """Positions whose experts the turns on the way to this node have recorded."""
@@ -92,10 +91,16 @@ class TraceTree:
             finish_reason=completion.finish_reason,
             experts=completion.experts,
             generation_s=completion.generation_s,
+            replica=completion.replica,
             started_s=started_s,
         )
         self.nodes.append(node)
         return len(self.nodes) - 1
+
+    def end(self, reason: FinishReason) -> None:
+        """Give the newest turn another finish reason than the one that its engine told."""
+        assert self.nodes[-1].sampled, "only a turn of the policy ends a trajectory"
+        self.nodes[-1] = replace(self.nodes[-1], finish_reason=reason)
 
     def judge(self, turn: int, *, reward: float = 0.0, state: int | None = None) -> None:
         """What the world gave for a turn (added to what it gave before), and which state the turn answered."""
@@ -118,14 +123,28 @@ class TraceTree:
                 rows.append(self._row(row_name, name, path, {n: order[n] for n in fresh}, reward, outcome))
         return rows
 
+    def answer(self, name: str) -> Sample:
+        """The row of an answer, not scored yet: one path, all of whose turns are trained. There is one also when
+        nothing was sampled, for the audit of lengths. An answer is no trajectory of an environment: its row has no
+        outcome, and no turns that an estimator could give credit to.
+        """
+        order = {node: index for index, node in enumerate(self.turns)}
+        row = self._row(name, "", [*range(len(self.nodes))], order, reward=None, outcome=None)
+        return replace(row, turns=())
+
     def _row(
-        self, row: str, name: str, path: list[int], fresh: dict[int, int], reward: Reward | None, outcome: Outcome
+        self,
+        row: str,
+        name: str,
+        path: list[int],
+        fresh: dict[int, int],
+        reward: Reward | None,
+        outcome: Outcome | None,
     ) -> Sample:
         nodes = [(place, self.nodes[place]) for place in path]
         first = next(i for i, (_, node) in enumerate(nodes) if node.sampled)
-        prompt, ids, logprobs, mask = array("i"), array("i"), array("f"), bytearray()
-        for _, node in nodes[:first]:
-            prompt += node.token_ids
+        prompt = _joined([node.token_ids for _, node in nodes[:first]])
+        ids, logprobs, mask = array("i"), array("f"), bytearray()
         runs: list[tuple[int, int]] = []
         turns: list[Turn] = []
         for place, node in nodes[first:]:
@@ -154,6 +173,7 @@ class TraceTree:
             trajectory=name,
             turns=tuple(turns),
             outcome=outcome,
+            replica=last.replica,
         )
 
     def _leaf_paths(self) -> Iterator[list[int]]:
@@ -175,6 +195,15 @@ class TraceTree:
 
     def _children(self, parent: int | None) -> list[int]:
         return [i for i, node in enumerate(self.nodes) if node.parent == parent]
+
+
+def _joined(parts: list[array]) -> array:
+    if len(parts) == 1:
+        return parts[0]  # the samples of a prompt share its tokens, in memory and where they are pickled together
+    ids = array("i")
+    for part in parts:
+        ids += part
+    return ids
 
 
 def _positive(runs: list[tuple[int, int]]) -> VersionRuns:

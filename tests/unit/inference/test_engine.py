@@ -1,4 +1,4 @@
-"""What every engine checks before it takes a request."""
+"""What is the same for every engine."""
 
 import asyncio
 from array import array
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from roll_async.inference.admission import first_of, held_back, token_budget
+from roll_async.inference.engine import first_of, held_back, token_budget
 from roll_async.inference.settings import EngineSettings
 from roll_async.schema import GenerateRequest, SamplingParams
 from tests.patience import patient

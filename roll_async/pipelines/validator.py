@@ -1,11 +1,13 @@
 """When the validations of a run begin, and what waits for their results (`validation.mode`).
 
-    pause      training is set aside until the result is there
-    share      training goes on; the next push, which would change the weights, waits for what is left
-    replicas   engines of its own keep the weights of the step; what is due while another runs is skipped and counted
+    mode      training meanwhile  the next push        due while one runs  engines
+    pause     is set aside        -                    -                   those of training, before its requests
+    share     goes on             waits for the rest   -                   those of training, behind its requests
+    replicas  goes on             does not wait        skipped, counted    its own, claimed before the push of the step
 
 The last model's result is waited for in every mode. A stop ends every wait, so that the state is saved first; what runs
-then is waited for after the save. A result lost with its process is measured again by the resumed run.
+then is waited for after the save. A result lost with its process is measured again by the resumed run. The measurement,
+and the claim of its own engines, run where these are: here, or in the rollout process (`pipelines/validation.py`).
 """
 
 from __future__ import annotations
@@ -15,17 +17,14 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
-from roll_async.pipelines.protocol import PipelineParts, RunPlan
+from roll_async.pipelines.protocol import Generator, RunPlan
+from roll_async.rollout.protocol import ValidationMeasure
 
 logger = logging.getLogger(__name__)
 
-
-class Waits(Protocol):
-    """Waits until a result is there; `stoppable`: or until the run is stopped."""
-
-    async def __call__(self, result: Awaitable[object], *, stoppable: bool) -> object: ...
+Until = Callable[[Awaitable[object], bool], Awaitable[object]]
+"""Waits until a result is there; with True, or until the run is stopped."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,14 +35,24 @@ class _RunningValidation:
     metrics: asyncio.Future[Mapping[str, float]]
 
 
-class ValidationSchedule:
-    """One validation at a time. Used by `pipelines/rlvr.py: TrainLoop` alone."""
+class Validator:
+    """One validation at a time; used by `pipelines/rlvr.py: TrainLoop` alone. The order of a step:
 
-    def __init__(self, parts: PipelineParts, plan: RunPlan, wait_for: Waits, trained: Callable[[], int]) -> None:
-        """`trained`: the last whole step."""
-        self._validate, self._rollouter = parts.validate, parts.rollouter
-        self._every = plan.eval_every if parts.validate is not None else 0
-        self._mode, self._wait_for, self._trained = plan.validation_mode, wait_for, trained
+    if validator.due(step, last=last):
+        validation = await validator.result(step, wait=...)    # what runs measures the weights that the push replaces
+        begins = await validator.claim(step)                   # its own engines join the push
+    await synchronizer.push(step)
+    if begins:
+        await validator.begin(step, last=last)
+    """
+
+    def __init__(
+        self, measure: ValidationMeasure | None, rollouter: Generator, plan: RunPlan, wait_until: Until
+    ) -> None:
+        """`measure`: None = the run has no validation."""
+        self._measure, self._rollouter, self._wait_until = measure, rollouter, wait_until
+        self._every = 0 if measure is None else plan.eval_every
+        self._mode = plan.validation_mode
         self._running: _RunningValidation | None = None
         self.begun_until = 0
         """Last step of which a validation has begun."""
@@ -64,15 +73,17 @@ class ValidationSchedule:
         """Every `eval_every` steps, and after the last step."""
         return bool(self._every) and (last or step % self._every == 0)
 
-    async def can_begin(self, step: int) -> bool:
-        """Whether a due validation can begin. With mode replicas it is skipped while another one runs."""
+    async def claim(self, step: int) -> bool:
+        """Before the push of a due step: whether its validation can begin. With mode replicas its engines get the
+        weights of that push; it is skipped while another one runs.
+        """
         if not self.apart:
             return True
         why = "none of its replicas is alive"
         if self._running is not None:
             behind = f"that of step {self._running.step} still runs"
             why = f"{behind}; give validation more num_replicas or fewer prompts, or raise eval_steps"
-        elif self._validate is not None and await self._validate.prepare(step):
+        elif self._measure is not None and await self._measure.prepare(step):
             return True
         logger.warning("the validation of step %d is skipped: %s", step, why)
         self.num_skipped += 1
@@ -88,28 +99,28 @@ class ValidationSchedule:
             await self._wait(stoppable=True)
 
     def _begin(self, step: int) -> None:
-        assert self._validate is not None and self._running is None
+        assert self._measure is not None and self._running is None
         self.begun_until = step
-        self._running = _RunningValidation(step=step, metrics=asyncio.ensure_future(self._validate(step)))
+        self._running = _RunningValidation(step=step, metrics=asyncio.ensure_future(self._measure(step)))
 
-    async def result(self, *, wait: bool, stoppable: bool = True) -> Mapping[str, float]:
+    async def result(self, trained: int, *, wait: bool, stoppable: bool = True) -> Mapping[str, float]:
         """The result of the validation that has begun; nothing without one. What is left of it goes before training;
-        without `wait`, it is left alone.
+        without `wait`, it is left alone. `trained`: the last whole step.
         """
         if self._running is None or not (wait or self._running.metrics.done()):
             return {}
         if self._running.metrics.done():
-            return await self._result(stoppable=False)
+            return await self._result(trained, stoppable=False)
         async with self._training_set_aside():
-            return await self._result(stoppable=stoppable)
+            return await self._result(trained, stoppable=stoppable)
 
     async def _wait(self, *, stoppable: bool) -> _RunningValidation:
         """A stop ends the wait, not the validation."""
         assert self._running is not None
-        await self._wait_for(asyncio.shield(self._running.metrics), stoppable=stoppable)
+        await self._wait_until(asyncio.shield(self._running.metrics), stoppable)
         return self._running
 
-    async def _result(self, *, stoppable: bool) -> Mapping[str, float]:
+    async def _result(self, trained: int, *, stoppable: bool) -> Mapping[str, float]:
         begun = await self._wait(stoppable=stoppable)
         if not begun.metrics.done():
             return {}
@@ -117,7 +128,7 @@ class ValidationSchedule:
         if not measured:  # its replicas are lost
             self.num_skipped += 1
             return {}
-        return {**measured, "validation/lag": float(self._trained() - begun.step)}
+        return {**measured, "validation/lag": float(trained - begun.step)}
 
     @asynccontextmanager
     async def _training_set_aside(self) -> AsyncIterator[None]:

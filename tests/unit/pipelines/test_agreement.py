@@ -8,8 +8,14 @@ from contextlib import nullcontext
 import pytest
 
 from roll_async.config.api import load
-from roll_async.pipelines.lag_zero import DIFFERENCE, LEAST_TOKENS, NUM_TOKENS, SHARE, LagZeroOptions, OnPolicyCheck
-from roll_async.pipelines.protocol import RunEnd
+from roll_async.pipelines.agreement import (
+    DIFFERENCE,
+    LEAST_TOKENS,
+    NUM_TOKENS,
+    SHARE,
+    PolicyAgreement,
+)
+from roll_async.pipelines.protocol import RunEnd, RunPlan
 from roll_async.weight_sync.canary import CanaryOptions, CanaryReport, EngineMismatch
 
 
@@ -28,16 +34,16 @@ def differs(by, num_tokens=2 * LEAST_TOKENS, share=0.5):
 )
 def test_the_suspect_is_what_the_canary_leaves(canary, suspect, caplog):
     caplog.set_level(logging.WARNING, "roll_async")
-    look = OnPolicyCheck(LagZeroOptions(band=1e-3))
+    look = PolicyAgreement(1e-3, stops=False)
     look._canary = canary
     assert look.check(1, differs(5e-4)) == {"weights/lag_zero_alarm": 0.0} and not caplog.text
     assert look.check(2, {}) == {}, "no token of lag 0"
     assert look.check(3, differs(0.25)) == {"weights/lag_zero_alarm": 1.0}
     assert "step 3: tokens of the present weights differ by 0.25 nats" in caplog.text and suspect in caplog.text
-    look.stop(3, differs(0.25))
+    look.stop_on_mismatch(3, differs(0.25))
     with pytest.raises(EngineMismatch, match="step 3: .*on_mismatch: stop"):
-        OnPolicyCheck(LagZeroOptions(band=1e-3, stop=True)).stop(3, differs(0.25))
-    assert OnPolicyCheck(None).check(1, differs(9.0)) == {}
+        PolicyAgreement(1e-3, stops=True).stop_on_mismatch(3, differs(0.25))
+    assert PolicyAgreement(None, stops=False).check(1, differs(9.0)) == {}
 
 
 @pytest.mark.parametrize(
@@ -45,11 +51,11 @@ def test_the_suspect_is_what_the_canary_leaves(canary, suspect, caplog):
 )
 def test_a_mean_of_a_few_tokens_is_no_evidence_of_a_mismatch(num_tokens, share, looks):
     """A late batch may have one row with a gradient, and one token of it may differ by nats."""
-    look = OnPolicyCheck(LagZeroOptions(band=0.1, stop=True))
+    look = PolicyAgreement(0.1, stops=True)
     metrics = differs(0.2, num_tokens, share)
     assert look.check(1, metrics) == ({"weights/lag_zero_alarm": 1.0} if looks else {})
     with pytest.raises(EngineMismatch) if looks else nullcontext():
-        look.stop(1, metrics)
+        look.stop_on_mismatch(1, metrics)
 
 
 @pytest.mark.parametrize(
@@ -63,14 +69,14 @@ def test_a_mean_of_a_few_tokens_is_no_evidence_of_a_mismatch(num_tokens, share, 
     ],
 )
 def test_where_equal_weights_need_not_mean_equal_logprobs_nobody_looks(override, looks):
-    options = LagZeroOptions.of(load("configs/rlvr_config_async_cpu.yaml", (override,), "rlvr"))
-    assert (options is not None) == looks
-    assert options is None or (options.band == 1e-3 and options.stop == override.endswith("stop"))
+    plan = RunPlan.of(load("configs/rlvr_config_async_cpu.yaml", (override,), "rlvr"), first_step=1)
+    assert plan.on_policy_band == (1e-3 if looks else None)
+    assert plan.stops_on_mismatch == override.endswith("stop")
 
 
 def test_a_mismatch_ends_the_run_after_its_step_is_published(a_run, run):
     async def go():
-        job = a_run(lag_zero=LagZeroOptions(band=1e-3, stop=True))
+        job = a_run(on_policy_band=1e-3, stops_on_mismatch=True)
         learn = job.learn
 
         async def wrong(groups, step):
@@ -172,7 +178,7 @@ def test_a_check_that_fails_while_it_is_cancelled_is_no_noise_on_the_console(run
             finally:
                 raise RuntimeError("the rollout process died")
 
-        look = OnPolicyCheck(None)
+        look = PolicyAgreement(None, stops=False)
         look.pushed(fails())
         await asyncio.sleep(0)
         await look.close()

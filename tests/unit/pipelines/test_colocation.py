@@ -1,4 +1,4 @@
-"""Trainer and engines on the same devices: the order in which memory changes hands, and what is booked of it."""
+"""Trainer and engines on the same devices: the order in which memory changes hands, and what is recorded of it."""
 
 import asyncio
 
@@ -6,18 +6,10 @@ import pytest
 
 from roll_async.inference.protocol import EngineMemory
 from roll_async.inference.sleeping import KV_CACHE, WEIGHTS, SleepRules
-from roll_async.pipelines.protocol import RunEnd
-from roll_async.pipelines.turns import (
-    DROP_WEIGHTS,
-    KEEP_WEIGHTS,
-    DeviceMemory,
-    DevicePhase,
-    MemoryNotGivenBack,
-    PhasedLearner,
-    PhasedRollout,
-    PhaseSwitcher,
-)
-from roll_async.trainer.protocol import STATE_KINDS, StateMemory, StepReport
+from roll_async.pipelines.colocation import DeviceMemory, MemoryNotGivenBack, PhaseSwitcher
+from roll_async.pipelines.protocol import RunEnd, RunPlan
+from roll_async.trainer.protocol import STATE_KINDS, StateMemory
+from roll_async.weight_sync.protocol import DevicePhase
 
 RANK = {"weights": 3, "optimizer": 4, "gradients": 2}
 CAPACITY = 9
@@ -74,118 +66,130 @@ class Replica:
         return self._memory()
 
 
+class Engines:
+    """All replicas, which `interrupt` pauses."""
+
+    def __init__(self, log):
+        self.log = log
+
+    async def interrupt(self, mode, timeout_s):
+        self.log.append("engines are paused")
+
+    async def resume(self):
+        self.log.append("engines run")
+
+
 def shared(capacity=CAPACITY, ranks_keep=(), replica_keeps=(), groups=("actor_train",)):
     log = []
     replica = Replica(log, keeps=replica_keeps)
     ranks = {name: Ranks(log, name, keeps=ranks_keep) for name in groups}
-    devices = {name: (0, 1) for name in (*groups, replica.name)}
-    memory = DeviceMemory(devices_of=devices, capacity_bytes=capacity)
-    turns = PhaseSwitcher(lambda: [replica], memory)
-    return turns, ranks, log
+    names = {name: (0, 1) for name in (*groups, replica.name)}
+    memory = DeviceMemory(devices_of=names, capacity_bytes=capacity)
+    return PhaseSwitcher(Engines(log), lambda: [replica], memory, pause_timeout_s=1.0), ranks, log
 
 
-async def started(turns, ranks):
+async def started(devices, ranks):
     """As the launcher starts: engines first, then they sleep, then the ranks."""
-    await turns.to_trainer(DROP_WEIGHTS)
-    await turns.add_groups(ranks)
+    await devices.phase(DevicePhase.TRAIN, drop_engine_weights=True)
+    await devices.add_groups(ranks)
 
 
-def test_one_step_takes_its_turns_in_this_order_and_no_device_ever_holds_two_phases(run):
-    turns, ranks, log = shared()
+def test_one_step_goes_through_its_phases_in_this_order_and_no_device_ever_holds_two(run):
+    devices, ranks, log = shared()
+    seconds = []
 
     async def scenario():
-        await started(turns, ranks)
-        await turns.to_both()
-        assert turns.turn is DevicePhase.BOTH
-        await turns.to_engines()
-        assert turns.turn is DevicePhase.ENGINES
-        await turns.to_trainer()
-        assert turns.turn is DevicePhase.TRAINER
+        await started(devices, ranks)
+        for phase in (DevicePhase.PUSH, DevicePhase.GENERATE, DevicePhase.TRAIN):
+            seconds.append(await devices.phase(phase))
+            assert devices.current is phase
 
     run(scenario())
     assert log == [
+        "engines are paused",
         "actor_infer-0 sleeps 2",
         "actor_train loads weights+optimizer+gradients",
         "actor_train offloads optimizer+gradients",
         "actor_infer-0 wakes weights",
         "actor_train offloads weights+optimizer+gradients",
         "actor_infer-0 wakes kv_cache",
+        "engines run",
+        "engines are paused",
         "actor_infer-0 sleeps 1",
         "actor_train loads weights+optimizer+gradients",
     ]
-    assert turns.memory.peak_bytes == CAPACITY and turns.changes == 4 and turns.seconds == 7
+    assert devices.memory.peak_bytes == CAPACITY and seconds == [2.0, 2.0, 2.0]
 
 
-def test_without_a_push_both_steps_are_taken_at_once_and_a_turn_that_is_held_costs_nothing(run):
-    turns, ranks, log = shared()
+def test_without_a_push_both_changes_come_at_once_and_the_current_phase_costs_nothing(run):
+    devices, ranks, log = shared()
 
     async def scenario():
-        await started(turns, ranks)
-        await asyncio.gather(turns.to_engines(), turns.to_engines())
-        before = len(log)
-        await turns.to_engines()
-        assert len(log) == before and turns.turn is DevicePhase.ENGINES
-        await asyncio.gather(turns.to_trainer(), turns.to_trainer())
+        await started(devices, ranks)
+        for phase in (DevicePhase.GENERATE, DevicePhase.TRAIN):
+            await devices.phase(phase)
+            before = len(log)
+            assert await devices.phase(phase) == 0.0 and len(log) == before and devices.current is phase
 
     run(scenario())
     assert log.count("actor_infer-0 wakes weights") == 1
     assert log.count("actor_train loads weights+optimizer+gradients") == 1 + 1, "at the start, and once again"
 
 
-def test_a_push_that_failed_half_way_ends_in_the_trainers_turn_with_all_of_its_state(run):
-    turns, ranks, log = shared()
+def test_a_push_pauses_no_engine_that_its_phase_has_paused_and_releases_all(run):
+    devices, ranks, log = shared()
 
     async def scenario():
-        await started(turns, ranks)
-        await turns.to_both()
-        await turns.to_trainer()
-        assert turns.turn is DevicePhase.TRAINER and not ranks["actor_train"].away
+        await started(devices, ranks)
+        await devices.phase(DevicePhase.PUSH)
+        await devices.interrupt("resume", 1.0)
+        await devices.release()
+        assert devices.current is DevicePhase.GENERATE
+        await devices.interrupt("resume", 1.0)
 
     run(scenario())
-    assert turns.memory.peak_bytes == CAPACITY
+    assert log.count("engines are paused") == 2 and log.count("engines run") == 1
+
+
+def test_a_push_that_failed_half_way_ends_in_phase_train_with_all_of_its_state(run):
+    devices, ranks, log = shared()
+
+    async def scenario():
+        await started(devices, ranks)
+        await devices.phase(DevicePhase.PUSH)
+        await devices.phase(DevicePhase.TRAIN)
+        assert devices.current is DevicePhase.TRAIN and not ranks["actor_train"].away
+
+    run(scenario())
+    assert devices.memory.peak_bytes == CAPACITY and "engines run" not in log
 
 
 def test_a_reference_on_the_same_devices_goes_with_the_trainer_and_gives_its_weights_back_before_a_push(run):
-    turns, ranks, log = shared(capacity=2 * CAPACITY, groups=("actor_train", "reference"))
+    devices, ranks, log = shared(capacity=2 * CAPACITY, groups=("actor_train", "reference"))
 
     async def scenario():
-        await started(turns, ranks)
-        await turns.to_both()
+        await started(devices, ranks)
+        await devices.phase(DevicePhase.PUSH)
 
     run(scenario())
     assert "reference offloads weights+optimizer+gradients" in log
     assert "actor_train offloads optimizer+gradients" in log
 
 
-@pytest.mark.parametrize(("keeps_frozen", "level"), [(False, DROP_WEIGHTS), (True, KEEP_WEIGHTS)])
-def test_engines_keep_the_weights_below_adapters_that_are_pushed_alone(run, keeps_frozen, level):
-    turns, ranks, log = shared()
-
-    class Learner:
-        async def learn(self, groups, step):
-            log.append(f"step {step}")
-            return StepReport(metrics={}, logprobs_s=0, train_s=0, collation_s=0, num_samples=0, num_tokens=0)
-
-    class Running:
-        async def interrupt(self, mode, timeout_s):
-            pass
-
-        async def release(self):
-            pass
-
-    async def scenario():
-        await started(turns, ranks)
-        rollout = PhasedRollout(Running(), turns, timeout_s=1.0, keeps_frozen=keeps_frozen)
-        await rollout.to_engines()
-        del log[:]
-        learner = PhasedLearner(Learner(), rollout, lambda step: step == 2)
-        for step in (1, 2):
-            await learner.learn([], step)
-            await rollout.to_engines()
-
-    run(scenario())
-    sleeps = [line for line in log if "sleeps" in line]
-    assert sleeps == [f"actor_infer-0 sleeps {KEEP_WEIGHTS}", f"actor_infer-0 sleeps {level}"]
+@pytest.mark.parametrize(
+    ("options", "dropped"),
+    [
+        ({}, [1, 2, 3]),  # after the last step no push of a next one need follow
+        ({"sync_every": 2}, [2]),
+        ({"pushes_adapters": True}, []),  # engines need the weights below them
+        ({"groups_per_part": 2}, []),  # engines generate between the parts
+    ],
+)
+def test_engines_drop_only_weights_that_a_push_surely_replaces(options, dropped):
+    every = {"sync_every": 1, "save_every": 0, "eval_every": 0}
+    sizes = {"groups_per_batch": 4, "groups_per_part": 4, "samples_per_group": 2}
+    plan = RunPlan(first_step=1, max_steps=4, **{**every, **sizes, **options})
+    assert [step for step in range(1, 5) if plan.replaces_weights_after(step)] == dropped
 
 
 @pytest.mark.parametrize(
@@ -199,11 +203,11 @@ def test_engines_keep_the_weights_below_adapters_that_are_pushed_alone(run, keep
 )
 def test_memory_that_was_kept_is_found_by_name_at_once(run, faults, message):
     """A sleep that frees nothing, and an offload that forgets a kind, end elsewhere as an out-of-memory error."""
-    turns, ranks, _ = shared(**faults)
+    devices, ranks, _ = shared(**faults)
 
     async def scenario():
-        await started(turns, ranks)
-        await turns.to_engines()
+        await started(devices, ranks)
+        await devices.phase(DevicePhase.GENERATE)
 
     with pytest.raises(MemoryNotGivenBack) as error:
         run(scenario())
@@ -215,15 +219,15 @@ def colocated(a_run):
     def make(**options):
         log, held = [], {}
 
-        def turns_of(replicas):
+        def devices_of(manager, replicas):
             for replica in replicas:
                 sleeper = Replica(log, replica.name)
                 held[replica.name] = sleeper
                 replica.sleep, replica.wake = sleeper.sleep, sleeper.wake
             memory = DeviceMemory(devices_of={"actor_train": (0, 1), **{r.name: (i,) for i, r in enumerate(replicas)}})
-            return PhaseSwitcher(lambda: replicas, memory)
+            return PhaseSwitcher(manager, lambda: replicas, memory, pause_timeout_s=30.0)
 
-        done = a_run(ratio=0.0, turns_of=turns_of, **options)
+        done = a_run(ratio=0.0, devices_of=devices_of, **options)
         done.ranks, done.log, done.sleepers = Ranks(log), log, held
         return done
 
@@ -231,23 +235,23 @@ def colocated(a_run):
 
 
 async def go(done):
-    await done.turns.to_trainer(DROP_WEIGHTS)
-    await done.turns.add_groups({"actor_train": done.ranks})
+    await started(done.devices, {"actor_train": done.ranks})
     learn, generate = done.learn, [r.submit for r in done.replicas]
 
     async def learned(groups, step):
-        assert done.turns.turn is DevicePhase.TRAINER and not done.ranks.away, "trained without its state"
+        assert done.devices.current is DevicePhase.TRAIN and not done.ranks.away, "trained without its state"
         return await learn(groups, step)
 
     async def saved(step):
-        assert done.turns.turn is DevicePhase.TRAINER and not done.ranks.away, "saved without its state"
+        assert done.devices.current is DevicePhase.TRAIN and not done.ranks.away, "saved without its state"
         done.saved.append(step)
 
     for replica, submit in zip(done.replicas, generate, strict=True):
 
         async def submitted(requests, replica=replica, submit=submit):
             sleeper = done.sleepers[replica.name]
-            assert sleeper.there == {WEIGHTS, KV_CACHE} and done.turns.turn is DevicePhase.ENGINES, "generates asleep"
+            assert sleeper.there == {WEIGHTS, KV_CACHE}, "generates asleep"
+            assert done.devices.current is DevicePhase.GENERATE
             assert done.ranks.away == set(STATE_KINDS)
             await submit(requests)
 
@@ -256,7 +260,7 @@ async def go(done):
     return await done.go()
 
 
-def test_a_colocated_run_trains_pushes_validates_and_saves_each_in_its_turn(run, colocated):
+def test_a_colocated_run_trains_pushes_validates_and_saves_each_in_its_phase(run, colocated):
     done = colocated(steps=5, save_every=2, eval_every=2)
     assert run(go(done)) is RunEnd.FINISHED
     assert [step for step, _ in done.learned] == [1, 2, 3, 4, 5] and len(set(done.rows)) == 20
@@ -267,7 +271,7 @@ def test_a_colocated_run_trains_pushes_validates_and_saves_each_in_its_turn(run,
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_the_trainers_turn_before_a_step_is_a_wait_for_rollouts_and_no_work_of_the_ranks(run, colocated, parts):
+def test_the_change_of_phase_before_a_step_is_a_wait_for_rollouts_and_no_work_of_the_ranks(run, colocated, parts):
     """8 s of training; before each part engines sleep for a second and ranks load their state for another."""
     done = colocated(steps=4, parts=parts, eval_every=2, save_every=2)
     assert run(go(done)) is RunEnd.FINISHED
@@ -286,7 +290,7 @@ def test_several_steps_per_push_and_a_step_in_parts_generate_in_between(run, col
         assert sorted(done.rows) == list(range(16))
 
 
-def test_a_stop_in_the_middle_saves_in_the_trainers_turn(run, colocated):
+def test_a_stop_in_the_middle_saves_in_phase_train(run, colocated):
     done = colocated(steps=100)
 
     async def stopped():
@@ -297,3 +301,12 @@ def test_a_stop_in_the_middle_saves_in_the_trainers_turn(run, colocated):
 
     assert run(stopped()) is RunEnd.INTERRUPTED
     assert done.saved == [done.trainer.trained]
+
+
+def test_a_model_that_was_not_pushed_when_the_data_end_is_pushed_from_the_phase_of_the_trainer(run, colocated):
+    """Engines have the devices then, because the groups of the next step were waited for."""
+    done = colocated(steps=100, sync_every=2, eval_every=100)
+    done.size = 12
+    assert run(go(done)) is RunEnd.END_OF_DATA
+    assert [step for step, _ in done.learned] == [1, 2, 3] and done.saved == [3]
+    assert [fields["validation/version"] for name, fields in done.events if name == "validation"] == [3]

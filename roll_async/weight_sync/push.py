@@ -17,109 +17,42 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Generic, TypeVar
 
-from roll_async.config.schema import PipelineConfig
 from roll_async.schema import WeightVersion
-from roll_async.weight_sync.adapters import adapters_of
-from roll_async.weight_sync.bucket import FILES, STAGED, Bucket, UpdatePlan
-from roll_async.weight_sync.calls import ReplicaCalls
+from roll_async.weight_sync.bucket import FILES, STAGED, Bucket, Content, UpdatePlan
 from roll_async.weight_sync.canary import Canary, CanaryReport
 from roll_async.weight_sync.errors import UpdateFailed
-from roll_async.weight_sync.export_plans import ExportPlanner
-from roll_async.weight_sync.protocol import Rollout, UpdatedReplica, WeightSource
-from roll_async.weight_sync.transports import sends_changes
+from roll_async.weight_sync.protocol import (
+    OWN_DEVICES,
+    DevicePhase,
+    Devices,
+    Rollout,
+    SyncFailed,
+    SyncOptions,
+    SyncReport,
+    SyncState,
+    SyncStatus,
+    UpdatedReplica,
+    WeightSource,
+)
 
 logger = logging.getLogger(__name__)
+
+_STRAGGLER_S = 30.0
+_LIVENESS_INTERVAL_S = 1.0
+"""How often a push checks that the replicas it waits for are alive."""
+_LOST = "lost during the push"
 
 Replica = TypeVar("Replica", bound=UpdatedReplica)
 """The owner's type of replicas; `readmit` is called with the same objects."""
 
 
-class SyncState(Enum):
-    """Phase of a push."""
+class Held(Enum):
+    """What a replica holds of the version of a push."""
 
-    IDLE = "idle"
-    PAUSING = "pausing"  # engines finish or abort their requests
-    TRANSFERRING = "transferring"  # buckets are sent and loaded
-    VERIFYING = "verifying"  # digests of the replicas are compared
-    WAITING_TO_RETRY = "waiting_to_retry"
-    COMMITTING = "committing"  # verified weights become the served ones
-    RESUMING = "resuming"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SyncOptions:
-    """The options of a push. Times in seconds of the loop."""
-
-    transport: str
-    verify: str = "sample"
-    interrupt_mode: str = "resume"
-    interrupt_timeout_s: float = 30.0
-    max_retries: int = 3
-    timeout_s: float = 300.0
-    """Limit of one attempt to transfer, and of the swap."""
-    retry_delay_s: float = 1.0
-    sparse: bool = False
-    """Send only what changed to replicas that hold what the last export sent."""
-    adapters: bool = False
-    """Send only the adapters to replicas that hold the weights below them."""
-
-    @classmethod
-    def of(cls, config: PipelineConfig, transport: str) -> SyncOptions:
-        """Options of a weight push as in the config. `transport`: the result of `choose_transport`."""
-        a = config.async_training
-        return cls(
-            transport=transport,
-            verify=config.weight_sync.verify,
-            interrupt_mode=a.interrupt.mode,
-            interrupt_timeout_s=a.interrupt.timeout,
-            max_retries=a.max_sync_retries,
-            timeout_s=a.sync_timeout,
-            retry_delay_s=a.sync_retry_delay,
-            sparse=sends_changes(config.weight_sync.sparse, transport),
-            adapters=adapters_of(config) is not None,
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SyncReport:
-    """One finished push."""
-
-    version: WeightVersion
-    total_s: float
-    pause_s: float
-    """Seconds until the engines were paused."""
-    transfer_s: float
-    """Seconds until the digests of all replicas were verified, all attempts together."""
-    stopped_s: float
-    """Seconds from the interruption until the engines go on, in which none generated."""
-    num_bytes: int
-    """Sent by the trainer in the last attempt."""
-    sent_share: float
-    """Values sent of all values; below 1 where only changes were sent."""
-    attempts: int
-    replicas: int
-    """Replicas that serve the version."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SyncStatus:
-    """A snapshot for monitoring and error messages."""
-
-    state: SyncState
-    version: WeightVersion | None
-    """Newest version that the engines serve."""
-    target: WeightVersion | None
-    """Version being pushed."""
-    attempt: int
-    param_sync_count: int
-    sync_failures: int
-    failures: dict[str, str] = field(default_factory=dict)
-    """Replica name to the reason of its last failure, cleared when it holds a version."""
-    removed: tuple[str, ...] = ()
-
-
-class SyncFailed(RuntimeError):
-    """No replica holds the version after all retries."""
+    NOTHING = "nothing"  # waits for an attempt
+    LATE = "late"  # missed a deadline; not tried again, which would be a second time-out, but removed at the end
+    PROVED = "proved"  # its digest is the trainer's; what it has mapped must not change (`UpdatePlan.others_proved`)
+    SERVING = "serving"
 
 
 @dataclass(slots=True)
@@ -128,22 +61,39 @@ class _Push(Generic[Replica]):
 
     version: WeightVersion
     started_s: float
-    waiting: list[Replica]
-    """Replicas that do not hold the weights yet."""
+    held: dict[Replica, Held]
+    """By object: a lost replica may be back under its name, without these weights. The last to change is the last."""
     canary: Canary | None = None
-    """Checks what the replicas compute with them."""
-    late: list[Replica] = field(default_factory=list)
-    """Replicas that missed the deadline of a call; this push does not try them again: it would be a second time-out."""
-    proved: list[Replica] = field(default_factory=list)
-    """Replicas whose digest is verified; they serve the weights after their commit."""
-    serving: list[Replica] = field(default_factory=list)
+    """Checks what the replicas compute with the weights."""
+    deadline: float = 0.0
+    """Of the calls of the present transfer, or swap."""
+    failed: dict[Replica, str] = field(default_factory=dict)
+    """Replicas that failed in it, with the reason."""
+    late: set[Replica] = field(default_factory=set)
+    """Those of them that missed the deadline."""
     failures: dict[str, str] = field(default_factory=dict)
+    """Name of a replica to the reason of its last failure in the whole push."""
     attempt: int = 0
     buckets: list[Bucket] = field(default_factory=list)
     """Sent in the present attempt."""
     interrupted_s: float | None = None
     pause_s: float = 0.0
     transfer_s: float = 0.0
+
+    def holding(self, state: Held) -> list[Replica]:
+        """The replicas that hold this."""
+        return [replica for replica, held in self.held.items() if held is state]
+
+    def set_held(self, replica: Replica, state: Held) -> None:
+        """It holds this from now on."""
+        del self.held[replica]  # also its place: the next attempt chains the replicas in this order
+        self.held[replica] = state
+
+    def begin_calls(self, timeout_s: float) -> None:
+        """A transfer or a swap begins."""
+        self.failed.clear()
+        self.late.clear()
+        self.deadline = asyncio.get_running_loop().time() + timeout_s
 
 
 class ParameterSynchronizer(Generic[Replica]):
@@ -161,17 +111,18 @@ class ParameterSynchronizer(Generic[Replica]):
         readmit: Callable[[Replica], Awaitable[None]],
         expects_return: Callable[[], bool],
         canary: Canary | None = None,
+        devices: Devices = OWN_DEVICES,
     ) -> None:
         self._source, self._rollout, self._replicas, self._options = source, rollout, replicas, options
+        self._devices = devices
         self._weights_held, self._remove, self._readmit = weights_held, remove_replica, readmit
-        self._canary = canary
-        self._expects_return = expects_return
+        self._canary, self._expects_return = canary, expects_return
         self._push: _Push[Replica] | None = None
         self._returning: dict[str, Replica] = {}
         self._returned = asyncio.Event()
         self._removed: dict[str, None] = {}
         self._state = SyncState.IDLE
-        self._calls = ReplicaCalls[Replica](self._alive_ids, options.timeout_s)
+        self._limit = f"sync_timeout {options.timeout_s:g} s"
         common = UpdatePlan(version=0, transport=options.transport, verify=options.verify)
         self._plans = ExportPlanner[Replica](common, sparse=options.sparse, adapters=options.adapters)
         self.param_sync_count = 0
@@ -220,8 +171,8 @@ class ParameterSynchronizer(Generic[Replica]):
         """
         assert self._push is None, f"resync_returned with version {version} during a push"
         now = asyncio.get_running_loop().time()
-        waiting = list(self._returning.values())
-        self._push = push = _Push(version=version, started_s=now, waiting=waiting, interrupted_s=now)
+        held = dict.fromkeys(self._returning.values(), Held.NOTHING)
+        self._push = push = _Push(version=version, started_s=now, held=held, interrupted_s=now)  # pauses nobody
         self._returned.clear()
         try:
             await self._transfer_and_commit(push)
@@ -240,9 +191,9 @@ class ParameterSynchronizer(Generic[Replica]):
         when one computes other log-probs and `weight_sync.on_mismatch` is stop.
         """
         assert self._push is None, f"push of version {version} during the push of another"
-        waiting = [*self._replicas(), *self._returning.values()]
+        held = dict.fromkeys(self._present(), Held.NOTHING)
         now = asyncio.get_running_loop().time()
-        self._push = push = _Push(version=version, started_s=now, waiting=waiting, canary=self._canary)
+        self._push = push = _Push(version=version, started_s=now, held=held, canary=self._canary)
         self._returned.clear()
         try:
             if self._canary is not None:
@@ -250,7 +201,7 @@ class ParameterSynchronizer(Generic[Replica]):
             if self._options.transport not in STAGED:
                 await self._interrupt(push)
             await self._transfer_and_commit(push)
-            if not push.serving:
+            if not push.holding(Held.SERVING):
                 await self._continue_without_engines(push)
             await self._remove_failed(push)
             self._enter(SyncState.RESUMING)
@@ -261,7 +212,7 @@ class ParameterSynchronizer(Generic[Replica]):
             report = self._report(push)  # engines generate: those that return need not hold the queue, or the figures
             await self._readmit_serving(push)
             if self._canary is not None:
-                await self._canary.start(version, push.serving)
+                await self._canary.start(version, push.holding(Held.SERVING))
             return report
         finally:
             self._push = None
@@ -277,14 +228,14 @@ class ParameterSynchronizer(Generic[Replica]):
         """
         attempts = self._options.max_retries + 1
         while True:
-            while push.waiting and push.attempt < attempts:
+            while push.holding(Held.NOTHING) and push.attempt < attempts:
                 await self._attempt(push)
-            if push.proved:
+            if push.holding(Held.PROVED):
                 await self._interrupt(push)
                 if push.canary is not None:
                     push.canary.sent(push.version)
                 await self._commit(push)
-            if not push.waiting or push.attempt >= attempts:
+            if not push.holding(Held.NOTHING) or push.attempt >= attempts:
                 break
 
     async def _continue_without_engines(self, push: _Push[Replica]) -> None:
@@ -299,7 +250,7 @@ class ParameterSynchronizer(Generic[Replica]):
 
     async def _remove_failed(self, push: _Push[Replica]) -> None:
         """Remove the replicas that do not hold the version. Dead ones have been removed already."""
-        for replica in self._still_alive([*push.waiting, *push.late], push):
+        for replica in (*self._still_alive(push, Held.NOTHING), *self._still_alive(push, Held.LATE)):
             reason = push.failures[replica.name]
             logger.error("Parameter sync: %s is removed: %s", replica.name, reason)
             self._removed[replica.name] = None
@@ -315,84 +266,129 @@ class ParameterSynchronizer(Generic[Replica]):
             failed = (push.version, push.attempt, push.failures)
             logger.warning("Parameter sync: version %d attempt %d failed: %s; trying again", *failed)
             await asyncio.sleep(options.retry_delay_s)
-        push.waiting = self._still_alive(push.waiting, push)
-        if not push.waiting:
+        tried = self._still_alive(push, Held.NOTHING)
+        if not tried:
             return
         push.attempt += 1
         push.buckets = []
         started = loop.time()
         try:
-            failures = await self._transfer(push)
+            await self._transfer(push, tried)
         except TimeoutError:  # the trainer was late: no replica can have the version
-            failures = {r.name: f"the trainer sent nothing within {self._calls.limit}" for r in push.waiting}
+            push.failed = dict.fromkeys(tried, f"the trainer sent nothing within {self._limit}")
         push.transfer_s += loop.time() - started
-        tried, push.waiting = push.waiting, []
-        proved = self._sort(push, tried, failures, relayed=options.transport not in FILES)
+        proved = self._sort(push, tried, Held.PROVED, relayed=options.transport not in FILES)
         self._plans.transferred(tried, proved)
-        push.proved += proved
 
-    def _still_alive(self, replicas: Sequence[Replica], push: _Push[Replica]) -> list[Replica]:
-        """These replicas without those lost since the push began: dead, or removed because they did not pause. Compares
-        identities: a dead replica may have been restarted under the same name, without these weights.
+    def _still_alive(self, push: _Push[Replica], state: Held) -> list[Replica]:
+        """The replicas that hold this, without those lost since the push began: dead, or removed because they did not
+        pause.
         """
-        alive = self._alive_ids()
-        push.failures.update({r.name: "lost during the push" for r in replicas if id(r) not in alive})
-        return [r for r in replicas if id(r) in alive]
+        alive = set(self._present())
+        for replica in push.holding(state):
+            if replica not in alive:
+                push.failures[replica.name] = _LOST
+                del push.held[replica]
+        return push.holding(state)
 
-    def _alive_ids(self) -> set[int]:
-        """Identities of all replicas alive."""
-        return {id(replica) for replica in (*self._replicas(), *self._returning.values())}
+    def _present(self) -> list[Replica]:
+        """All replicas alive."""
+        return [*self._replicas(), *self._returning.values()]
 
-    def _sort(
-        self, push: _Push[Replica], tried: Sequence[Replica], failures: dict[str, str], *, relayed: bool
-    ) -> list[Replica]:
-        """The replicas without a failure; the others wait for the next attempt. A time-out is not retried; with
+    def _sort(self, push: _Push[Replica], tried: Sequence[Replica], goal: Held, *, relayed: bool) -> list[Replica]:
+        """The replicas that reached the goal; the others wait for the next attempt. A time-out is not retried; with
         `relayed`, a replica whose upstream neighbour timed out is tried again without it.
         """
-        self.sync_failures += bool(failures)
+        self.sync_failures += bool(push.failed)
         upstream_late = False
         for replica in tried:
-            late = id(replica) in self._calls.late
+            late = replica in push.late
             if late and not (relayed and upstream_late):
-                push.late.append(replica)
-            elif replica.name in failures:
-                push.waiting.append(replica)
+                push.set_held(replica, Held.LATE)
+            else:
+                push.set_held(replica, Held.NOTHING if replica in push.failed else goal)
             upstream_late = late
-        good = [r for r in tried if r.name not in failures]
-        push.failures = {**push.failures, **failures}
-        for replica in good:
+        reached = [r for r in tried if r not in push.failed]
+        for replica in reached:
             push.failures.pop(replica.name, None)
-        return good
+        push.failures.update({r.name: reason for r, reason in push.failed.items()})
+        return reached
 
-    async def _transfer(self, push: _Push[Replica]) -> dict[str, str]:
-        """Stream one version to the waiting replicas; failure reason by replica."""
+    async def _transfer(self, push: _Push[Replica], receivers: Sequence[Replica]) -> None:
+        """Stream one version to these replicas and compare the digests."""
         self._enter(SyncState.TRANSFERRING)
-        failures: dict[str, str] = {}
         digest = ""
-        plan = replace(self._plans.next(push.version, push.waiting), others_proved=bool(push.proved))
+        # After the canary, which scores with all of the trainer's state; before the first bucket, which needs a place.
+        await self._devices.phase(DevicePhase.PUSH)
+        plan = replace(self._plans.next(push.version, receivers), others_proved=bool(push.holding(Held.PROVED)))
         export = self._source.export_weights(plan)
-        self._calls.begin()
+        push.begin_calls(self._options.timeout_s)
         try:
             while True:
-                async with asyncio.timeout_at(self._calls.deadline):
+                async with asyncio.timeout_at(push.deadline):
                     item = await anext(export, None)
                 if item is None:
                     break
-                left = [r for r in push.waiting if r.name not in failures]
                 if isinstance(item, UpdatePlan):
-                    plans = item.chained([r.name for r in left], push.attempt)
-                    await self._calls.each(left, failures, lambda r, plans=plans: r.begin_update(plans[r.name]))
+                    plans = item.chained([r.name for r in receivers], push.attempt)
+                    await self._call_each(push, receivers, lambda r, plans=plans: r.begin_update(plans[r.name]))
                 elif isinstance(item, Bucket):
-                    await self._calls.each(left, failures, lambda r, bucket=item: r.load_bucket(bucket))
+                    await self._call_each(push, receivers, lambda r, bucket=item: r.load_bucket(bucket))
                     push.buckets.append(item)
                 else:
                     digest = item
         finally:
             await export.aclose()  # type: ignore[attr-defined]
         self._enter(SyncState.VERIFYING)
-        left = [r for r in push.waiting if r.name not in failures]
-        await self._calls.each(left, failures, lambda r: _prove(r, digest))
-        return failures
+        await self._call_each(push, receivers, lambda r: _prove(r, digest))
+
+    async def _call_each(
+        self, push: _Push[Replica], replicas: Sequence[Replica], call: Callable[[Replica], Awaitable[None]]
+    ) -> None:
+        """Call all replicas concurrently that did not fail before. One that is not done at the deadline has failed for
+        this push, and the others get a new deadline. Once half of them are done, the rest have three times as long, at
+        least `_STRAGGLER_S`, so that one hung load does not hold up the others for a whole `sync_timeout`; calls that
+        failed say nothing about how long it takes. The wait for a replica ends when it is removed. Losses and failed
+        updates go to `push.failed`, every other error is raised.
+        """
+        calls = {asyncio.ensure_future(call(r)): r for r in replicas if r not in push.failed}
+        if not calls:
+            return
+        loop = asyncio.get_running_loop()
+        waiting, done = set(calls), set[asyncio.Task[None]]()
+        began, deadline = loop.time(), push.deadline
+        straggles_s: float | None = None
+        try:
+            while waiting and (left_s := deadline - loop.time()) > 0:
+                ended, waiting = await asyncio.wait(
+                    waiting, timeout=min(left_s, _LIVENESS_INTERVAL_S), return_when=asyncio.FIRST_COMPLETED
+                )
+                done |= ended
+                good = sum(task.exception() is None for task in done)
+                if straggles_s is None and len(calls) > 1 and 2 * good >= len(calls):
+                    straggles_s = max(_STRAGGLER_S, 3 * (loop.time() - began))
+                    deadline = min(deadline, loop.time() + straggles_s)
+                alive = set(self._present())
+                lost = {task for task in waiting if calls[task] not in alive}
+                waiting -= lost
+                push.failed.update({calls[task]: _LOST for task in lost})
+        finally:
+            for task in calls:
+                task.cancel()
+        for task in waiting:
+            cut = straggles_s is not None and deadline < push.deadline
+            limit = f"{straggles_s:g} s after half of the replicas were" if cut else self._limit
+            push.failed[calls[task]] = f"not done within {limit}"
+            push.late.add(calls[task])
+        if waiting:
+            push.deadline = loop.time() + self._options.timeout_s
+        for task in done:
+            error = task.exception()
+            # A replica that was lost is tried again, too, until its owner has noticed it.
+            if isinstance(error, (UpdateFailed, ConnectionError, TimeoutError)):
+                push.failed[calls[task]] = f"{type(error).__name__}: {error}"
+            elif error is not None:
+                raise error
 
     async def _interrupt(self, push: _Push[Replica]) -> None:
         """Stop the engines, once per push."""
@@ -407,18 +403,15 @@ class ParameterSynchronizer(Generic[Replica]):
     async def _commit(self, push: _Push[Replica]) -> None:
         """Swap on every replica whose digest is verified; the others wait for the next attempt."""
         self._enter(SyncState.COMMITTING)
-        proved, push.proved = self._still_alive(push.proved, push), []
-        failures: dict[str, str] = {}
-        self._calls.begin()
-        await self._calls.each(proved, failures, lambda r: r.commit(push.version))
-        serving = self._sort(push, proved, failures, relayed=False)
-        self._plans.committed(proved, serving)
-        push.serving += serving
+        proved = self._still_alive(push, Held.PROVED)
+        push.begin_calls(self._options.timeout_s)
+        await self._call_each(push, proved, lambda r: r.commit(push.version))
+        self._plans.committed(proved, self._sort(push, proved, Held.SERVING, relayed=False))
 
     async def _readmit_serving(self, push: _Push[Replica]) -> list[Replica]:
         """Call `readmit` for restarted replicas that now serve the version; these."""
         back: list[Replica] = []
-        for replica in list(push.serving):
+        for replica in push.holding(Held.SERVING):
             if self._returning.get(replica.name) is not replica:  # of the returning ones, some leave meanwhile
                 continue
             await self._readmit(self._returning.pop(replica.name))
@@ -440,7 +433,7 @@ class ParameterSynchronizer(Generic[Replica]):
             num_bytes=sum(bucket.num_bytes for bucket in push.buckets),
             sent_share=sum(slot.num_sent for slot in slots) / max(1, sum(slot.num_elements for slot in slots)),
             attempts=push.attempt,
-            replicas=len(push.serving),
+            replicas=len(push.holding(Held.SERVING)),
         )
         logger.info(
             "Parameter sync: version %d on %d replicas, %.1f MiB in %.3f s (engines stopped %.3f s, attempt %d)",
@@ -452,6 +445,45 @@ class ParameterSynchronizer(Generic[Replica]):
         self._state = state
         if self._push is not None:
             logger.debug("Parameter sync: version %d %s", self._push.version, state.value)
+
+
+class ExportPlanner(Generic[Replica]):
+    """What the next export sends: as little as the replicas that get it allow. All of them get the same, so one that
+    holds less decides.
+    """
+
+    def __init__(self, plan: UpdatePlan, *, sparse: bool, adapters: bool) -> None:
+        """`plan`: what all exports have in common. `sparse`, `adapters`: see `SyncOptions`."""
+        self._plan, self._sparse, self._adapters = plan, sparse, adapters
+        self._export = 0
+        self._holders: set[Replica] = set()
+        """They hold what the last export sent."""
+        self._frozen: set[Replica] = set()
+        """They hold the weights below the adapters, which never change."""
+
+    def next(self, version: WeightVersion, receivers: Sequence[Replica]) -> UpdatePlan:
+        """The plan of the next export, which goes to `receivers`."""
+        plan = replace(self._plan, version=version)
+        if self._adapters:
+            held = self._frozen.issuperset(receivers)
+            return replace(plan, content=Content.ADAPTERS if held else Content.WHOLE)
+        if not self._sparse:
+            return plan
+        base = self._export if self._holders.issuperset(receivers) else None
+        self._holders, self._export = set(), self._export + 1
+        return replace(plan, export=self._export, base=base)
+
+    def transferred(self, receivers: Sequence[Replica], proved: Sequence[Replica]) -> None:
+        """The transfer is over; `proved`: those of the receivers that proved what they got."""
+        self._holders = set(proved)
+        self._frozen -= set(receivers) - set(proved)  # a replica that failed gets everything the next time
+
+    def committed(self, receivers: Sequence[Replica], serving: Sequence[Replica]) -> None:
+        """The swap is over; `serving`: those of the receivers that serve the version."""
+        self._frozen -= set(receivers) - set(serving)
+        self._holders &= set(serving)
+        if self._adapters:
+            self._frozen |= set(serving)
 
 
 async def _prove(replica: UpdatedReplica, digest: str) -> None:

@@ -28,8 +28,6 @@ from fractions import Fraction
 from functools import lru_cache
 from math import ceil
 
-from roll_async.schema import WeightVersion
-
 
 class StalenessPolicy(str, Enum):
     """What happens to a group whose tokens are older than max_versions."""
@@ -69,7 +67,7 @@ def default_max_versions(*, ratio: float, sync_every: int, groups_per_batch: int
     return max(plain, min(KNOWN_TO_LEARN, raised))
 
 
-def admission_limit(*, version: WeightVersion, ratio: float, sync_every: int, groups_per_batch: int) -> int:
+def admission_limit(*, version: int, ratio: float, sync_every: int, groups_per_batch: int) -> int:
     """Groups that may be admitted in total while every engine holds `version`: ceil((p + 1 + r) * W), p = version / k,
     W = k * G.
 
@@ -80,24 +78,24 @@ def admission_limit(*, version: WeightVersion, ratio: float, sync_every: int, gr
     return ceil((Fraction(version, sync_every) + 1 + exact_ratio(ratio)) * window)
 
 
-def staleness(*, step: int, version: WeightVersion) -> int:
+def staleness(*, step: int, version: int) -> int:
     """Versions between the weights a token was sampled with and the freshest weights step `step` can start from."""
     return step - 1 - version
 
 
-def due_step(*, admitted_version: WeightVersion, max_versions: int) -> int:
+def due_step(*, admitted_version: int, max_versions: int) -> int:
     """Last training step at which a group admitted at this version is within the bound."""
     return admitted_version + max_versions + 1
 
 
 def largest_excess(
     *,
-    groups_by_version: Mapping[WeightVersion, int],
+    groups_by_version: Mapping[int, int],
     next_step: int,
     groups_per_batch: int,
     max_versions: int,
     taken: int = 0,
-) -> tuple[int, WeightVersion] | None:
+) -> tuple[int, int] | None:
     """The first deadline that cannot be met if `next_step` is the first step to train these groups.
 
     `taken`: groups that `next_step` has already (a batch taken in parts). Returns (number of groups too many, newest
@@ -115,7 +113,7 @@ def largest_excess(
 
 def is_schedulable(
     *,
-    left_by_version: Mapping[WeightVersion, int],
+    left_by_version: Mapping[int, int],
     step: int,
     groups_per_batch: int,
     max_versions: int,

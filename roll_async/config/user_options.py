@@ -1,12 +1,15 @@
-"""A world's settings: `env_config` of the YAML to the world's own dataclass, strictly."""
+"""Settings of a user's own code (world, tool, loss, estimator): plain values to its own dataclass, strictly."""
 
 from __future__ import annotations
 
+import inspect
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import lru_cache
-from typing import Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from roll_async.config.user_code import find, told
 
 
 def build_options(cls: type, values: Mapping[str, object], key: str) -> object:
@@ -25,6 +28,33 @@ def build_options(cls: type, values: Mapping[str, object], key: str) -> object:
         return cls(**checked)
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from error
+
+
+def own_function(path: str, key: str, options_key: str, gives: str) -> Callable[[Any, Mapping[str, object]], tuple]:
+    """The user's function MODULE.NAME as `call(inputs, given)`, which returns a pair. `given`: plain values for the
+    dataclass that its parameter `options` is annotated with; a function without this parameter takes none. `gives`: the
+    pair in words. Raises ValueError that names `key` where there is no such function, and `call` one that names `key`
+    for what is no pair, and `options_key` for values that do not fit.
+    """
+    try:
+        function: Any = find(path)
+        parameters = inspect.signature(function).parameters
+        options = get_type_hints(function).get("options")
+    except Exception as error:  # a user's module may raise anything
+        raise ValueError(f"{key}: {path} cannot be used: {told(error)}") from error
+    if "options" in parameters and not (isinstance(options, type) and is_dataclass(options)):
+        raise ValueError(f"{key}: the parameter options of {path} must be annotated with a dataclass")
+
+    def call(inputs: Any, given: Mapping[str, object]) -> tuple:
+        if given and options is None:
+            raise ValueError(f"{options_key}.{next(iter(given))}: {path} takes no options")
+        extra = () if options is None else (build_options(options, given, options_key),)
+        result = function(inputs, *extra)
+        if not isinstance(result, tuple) or len(result) != 2:  # the rows of a tensor would unpack, too
+            raise ValueError(f"{key}: {path} must return {gives}, not a {type(result).__name__}")
+        return result
+
+    return call
 
 
 @lru_cache(maxsize=256)

@@ -1,0 +1,132 @@
+"""The recipes of CONTRIBUTING for a user's own code, typed into a folder outside the checkout."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from roll_async.agents.protocol import is_agent
+from roll_async.algorithms.own_code import unusable_code
+from roll_async.config.api import ConfigError, load
+from roll_async.config.loading.emit import dump
+from roll_async.config.user_code import search_beside
+from roll_async.envs.registry import WorldSpec, build
+from roll_async.launch.agents import check_agents
+from roll_async.launch.gate import admit, require_inputs
+from roll_async.rewards.registry import create_reward
+
+ROOT = Path(__file__).resolve().parents[2]
+RLVR, AGENTIC = "rlvr_config_async_cpu", "agentic_frozen_lake_async_cpu"
+BLOCKS = re.findall(r"```(python|yaml)\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.S)
+FILES = {text.splitlines()[0].removeprefix("# "): text for kind, text in BLOCKS if kind == "python"}
+CONFIGS = [yaml.safe_load(text) for kind, text in BLOCKS if kind == "yaml"]
+
+
+@pytest.fixture
+def typed(tmp_path, monkeypatch):
+    """A config of the user's own with these lines, beside the files of the recipes; its path."""
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    def write(shipped, *recipes):
+        config = {"defaults": [shipped]}
+        for recipe in recipes:
+            config |= recipe
+        path = tmp_path / "my.yaml"
+        path.write_text(yaml.safe_dump(config))
+        search_beside(path)
+        return path
+
+    return write
+
+
+def recipe(key):
+    return next(config for config in CONFIGS if any(key in str(part) for part in (config, *config.values())))
+
+
+def test_every_recipe_passes_the_check_of_configs(typed):
+    loss, estimator = recipe("my_loss"), recipe("my_estimator")
+    algorithm = {"algorithm": {**loss["algorithm"], **estimator["algorithm"]}}
+    own = admit(typed(RLVR, recipe("my_reward"), algorithm)).config
+    assert own.rewards["addition"].type == "my_reward.score"
+    assert own.algorithm.pg_options.given == {"width": 0.3} and own.algorithm.adv_options.given == {"scale": 2.0}
+    worlds = {**recipe("my_world")["custom_envs"], "FrozenLake": None}  # null takes out what the included file has
+    tags = {"train_env_manager": {"tags": ["Guess", "Question"]}, "val_env_manager": {"tags": ["Guess"]}}
+    played = admit(typed(AGENTIC, {"custom_envs": worlds}, tags)).config
+    assert played.custom_envs.keys() == {"Guess", "Question"}
+    check_agents(played)
+
+
+def test_a_config_with_own_code_is_written_as_it_is_read(typed, tmp_path):
+    loss = {"algorithm": {**recipe("my_loss")["algorithm"], **recipe("my_estimator")["algorithm"]}}
+    config = load(typed(RLVR, loss))
+    again = tmp_path / "again.yaml"
+    again.write_text(dump(config))
+    assert load(again) == config and "width: 0.3" in dump(config)
+
+
+def test_the_reward_scores_and_reports_its_number(typed):
+    typed(RLVR)
+    verdict = create_reward("my_reward.score")("so it is 18", "18", {})
+    assert (verdict.score, verdict.metrics) == (1.0, {"words": 4.0})
+
+
+def test_loss_and_estimator_pass_two_rows(typed):
+    both = {"algorithm": {**recipe("my_loss")["algorithm"], **recipe("my_estimator")["algorithm"]}}
+    assert list(unusable_code(load(typed(RLVR, both)).algorithm)) == []
+
+
+def test_world_tool_and_agent_are_built_with_their_settings(typed):
+    worlds = recipe("my_world")["custom_envs"]
+    typed(AGENTIC, {"custom_envs": worlds})
+    spec = WorldSpec(env_type=worlds["Guess"]["env_type"], values=worlds["Guess"]["env_config"])
+    world = build(spec)
+    text, info = world.reset(seed=3)
+    assert text == "Guess a number from 1 to 5." and info["instructions"]
+    ends = [world.step(str(i)) for i in range(1, 6)]
+    assert sorted(end[1] for end in ends) == [0, 0, 0, 0, 1]
+    assert is_agent(worlds["Question"]["env_type"]) and not is_agent(worlds["Guess"]["env_type"])
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("return inputs.logprobs.sum(), {}", "has shape (); expected (2, 4)"),
+        ("return inputs.advantages, {}", "has no gradient"),
+        ("return inputs.logprobs / 0, {}", "is not finite"),
+        ("return inputs.logprobs * inputs.nothing, {}", "has no attribute 'nothing'"),
+        ("return inputs.logprobs", "must return (loss, metrics), not a Tensor"),
+    ],
+)
+def test_a_loss_that_fails_on_two_rows_is_refused_with_its_key_before_anything_starts(typed, tmp_path, body, told):
+    module = f"broken_{abs(hash(body))}"
+    (tmp_path / f"{module}.py").write_text(f"def loss(inputs):\n    {body}\n")
+    path = typed(RLVR, {"algorithm": {"pg_variant": f"{module}.loss"}})
+    ((where, message),) = unusable_code(load(path).algorithm)
+    assert where == "algorithm.pg_variant" and told in message
+    with pytest.raises(ConfigError, match="C204: algorithm.pg_variant: "):
+        require_inputs(admit(path))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "told"),
+    [
+        ({"pg_variant": "my_loss.soft_clop"}, "did you mean 'my_loss.soft_clip'?"),
+        (
+            {"pg_variant": "my_loss.soft_clip", "pg_options": {"widht": 0.1}},
+            "pg_options.widht: unknown key; did you mean",
+        ),
+        ({"pg_variant": "my_loss.soft_clip", "pg_options": {"width": "x"}}, "pg_options.width: expected float"),
+        ({"adv_estimator": "my_estimator.ranked", "adv_options": {"scal": 1}}, "adv_options.scal: unknown key"),
+        ({"pg_variant": "soft_clip"}, "is not one of vanilla"),
+    ],
+)
+def test_a_wrong_name_or_option_of_own_code_is_refused_without_running_it(typed, tmp_path, algorithm, told):
+    path = typed(RLVR, {"algorithm": algorithm})
+    for name in ("my_loss.py", "my_estimator.py"):
+        (tmp_path / name).write_text("raise SystemExit\n" + (tmp_path / name).read_text())
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        admit(path)
