@@ -127,6 +127,7 @@ def group_options(config: AgenticConfig, *, trains: bool = True) -> GroupOptions
     manager = _manager(config, trains)
     return GroupOptions(
         samples_per_group=manager.group_size,
+        sampling=None,
         redundancy=manager.group_size_redundancy,
         retries=config.fault.sample_retries,
         filter=GroupFilter.of(config) if trains else None,

@@ -115,7 +115,9 @@ async def evaluate_address(config: RLVRConfig, options: EndpointOptions, stack: 
     await router.start()
     stack.push_async_callback(router.close)
     report = Report(config)
-    answers = GroupRunner(EndpointRunner(config, endpoint, router), None, GroupOptions(samples_per_group=1))
+    answers = GroupRunner(
+        EndpointRunner(config, endpoint, router), None, GroupOptions(samples_per_group=1, sampling=None)
+    )
     measure = Validation(_sets(config, held_out), answers, None, lambda: 0, on_answers=report.add)
     return report.evaluation(await measure(0))
 

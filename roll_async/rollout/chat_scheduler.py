@@ -23,6 +23,7 @@ from roll_async.schema import Prompt, SamplingParams
 class SchedulerOptions(GroupOptions):
     """The part of the config that the scheduler uses."""
 
+    sampling: SamplingParams
     max_num_gen_batches: int = 0
     """<= 0 = no limit."""
     gen_batch_size: int | None = None

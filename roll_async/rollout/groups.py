@@ -150,7 +150,7 @@ class GroupOptions:
 
     samples_per_group: int
     """N, the documents' n_resp_per_prompt; group_size of worlds."""
-    sampling: SamplingParams | None = None
+    sampling: SamplingParams | None
     """None = as the tag of each world has it."""
     filter: GroupFilter | None = None
     """None = every group is kept."""

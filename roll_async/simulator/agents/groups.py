@@ -92,6 +92,7 @@ class AgentTasks:
         )
         options = GroupOptions(
             samples_per_group=scenario.scheduler.samples_per_group,
+            sampling=None,
             redundancy=model.redundancy,
             retries=model.retries,
             filter=scenario.scheduler.filter,

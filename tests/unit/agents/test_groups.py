@@ -103,7 +103,7 @@ def run_groups(tokenizer, work, *, env_type, values=None, say=None, tools=(), ma
     plan_options = {key: options.pop(key) for key in PLAY if key in options}
     silence_s = options.pop("silence_s", float("inf"))
     limits = {key: options.pop(key) for key in ("max_worlds", "max_validation_worlds", "trains") if key in options}
-    group = {"samples_per_group": options.pop("group_size", 3), "retries": 2, **options}
+    group = {"samples_per_group": options.pop("group_size", 3), "sampling": None, "retries": 2, **options}
 
     async def main():
         rng = random.Random(0)

@@ -422,7 +422,7 @@ def played(tokenizer, drawn, texts, tell):
             tags=tags, renderer=TemplateRenderer(tokenizer), worlds=pool, gateway=gateway, silence_s=60, tell=told
         )
         manager = Policy(tokenizer, texts)
-        options = GroupOptions(samples_per_group=2, retries=1, filter=GroupFilter())
+        options = GroupOptions(samples_per_group=2, sampling=None, retries=1, filter=GroupFilter())
         groups = GroupRunner(WorldRunner(manager, parts), manager, options)
         rollouter = Recorded(queue, groups, manager, Source(drawn))
         rollouter.drawn, rollouter.fates = drawn, []
