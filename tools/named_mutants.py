@@ -38,7 +38,7 @@ NAMED: tuple[tuple[str, str, str, str], ...] = (
     ("the critic learns advantages", "trainer/learner.py",
      "returns=signal.returns", "returns=signal.advantages"),
     ("the actor learns during the critic's warm-up", "trainer/learner.py",
-     "step > self._algorithm.critic_warmup", "step >= options.critic_warmup"),
+     "step > self._algorithm.critic_warmup", "step >= self._algorithm.critic_warmup"),
     ("the baseline is on another scale than the scores", "trainer/learner.py",
      "else scaled(batch.baseline_scores)", "else batch.baseline_scores"),
     ("one version for all tokens of a row", "trainer/collate.py",
