@@ -550,8 +550,8 @@ MUTANTS = {
     "generates over validations": (ComponentTypes(rollouter=GeneratesOverValidations), 17),
     "forgets the restored step": (ComponentTypes(trainer=ForgetsTheRestored), 17),
     "pushes over validations": (ComponentTypes(trainer=PushesOverValidations), 17),
+    "measures with the wrong weights": (ComponentTypes(trainer=MeasuresWithTheWrongWeights), 17),
     # A replica refuses to run without whole weights, which is a fault of ours and ends the run.
-    "measures with the wrong weights": (ComponentTypes(trainer=MeasuresWithTheWrongWeights), 6),
     "leaves claimed replicas": (ComponentTypes(trainer=LeavesClaimedReplicas), 6),
     "forgets skipped validations": (ComponentTypes(trainer=ForgetsSkipped), 17),
     "gives no way": (ComponentTypes(manager=GivesNoWay), 10),
