@@ -5,7 +5,6 @@ from __future__ import annotations
 from roll_async.checkpoint.hf_names import (
     deepseek_v3,
     glm,
-    glm4,
     llama,
     mistral,
     mixtral,
@@ -26,7 +25,7 @@ FAMILIES = (
     mixtral.FAMILY,
     deepseek_v3.FAMILY,
     glm.FAMILY,
-    glm4.FAMILY,
+    glm.FAMILY_0414,
 )
 
 
