@@ -9,7 +9,7 @@ PIP    := $(VENV)/bin/python -m pip install --disable-pip-version-check -q
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 # In a folder of its own, where only engines on the CPU look for it: the rest of the environment must not find Triton.
-# The same line is in docs_roll/engines.md and roll_async/launch/packages.py.
+# The same line is in docs_roll/engines.md and roll_async/launch/checks/packages.py.
 SGLANG := sglang==0.5.23 triton==3.7.1 gguf==0.19.0 interegular==0.3.3 orjson==3.13.0 python-multipart==0.0.34 \
           zstandard==0.25.0
 # The versions the tests ran with, where they are known for this platform; LOCK= installs the newest allowed ones.

@@ -19,8 +19,8 @@ from roll_async.algorithms.advantages import AdvantageInputs, grpo
 from roll_async.algorithms.correction import correct
 from roll_async.algorithms.logprobs import token_logprobs
 from roll_async.algorithms.objective import LossSettings, count_parts, policy_loss
-from roll_async.config.correction_options import CorrectionOptions
-from roll_async.config.policy_loss_options import PpoOptions
+from roll_async.config.options.correction_options import CorrectionOptions
+from roll_async.config.options.policy_loss_options import PpoOptions
 
 # B rows = PROMPTS * SAMPLES, T positions of the response, V vocabulary (digits).
 PROMPTS, SAMPLES, LENGTH, VOCABULARY = 32, 8, 3, 10

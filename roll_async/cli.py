@@ -9,11 +9,20 @@ from roll_async.commands.command_line import EXIT_CODES, Commands, execute
 
 COMMANDS = {
     "run": ("roll_async.commands.run", "train what a config says"),
-    "validate": ("roll_async.commands.validate", "check configs, one line each"),
-    "show": ("roll_async.commands.show", "a config with all defaults and derived values; --memory: GB per device"),
-    "plan": ("roll_async.commands.plan", "where a config's processes run, how weights travel, what a step consumes"),
+    "validate": ("roll_async.commands.configs.validate", "check configs, one line each"),
+    "show": (
+        "roll_async.commands.configs.show",
+        "a config with all defaults and derived values; --memory: GB per device",
+    ),
+    "plan": (
+        "roll_async.commands.configs.plan",
+        "where a config's processes run, how weights travel, what a step consumes",
+    ),
     "simulate": ("roll_async.commands.simulate", "a config's schedule on a virtual clock, before any GPU is used"),
-    "port": ("roll_async.commands.port", "a config of ROLL or verl in the keys of this project, with the reasons"),
+    "port": (
+        "roll_async.commands.configs.port",
+        "a config of ROLL or verl in the keys of this project, with the reasons",
+    ),
     "runs": ("roll_async.commands.runs", "the runs of a folder: id, steps, last reward, state"),
     "scale": ("roll_async.commands.scale", "more or fewer engine replicas for a run under way"),
     "convert": ("roll_async.commands.convert", "Hugging Face <-> Megatron checkpoints"),

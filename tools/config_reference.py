@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
 from types import ModuleType
 
-from roll_async.config import correction_options, schema, schema_algorithm, schema_async, schema_rollout, schema_worker
-from roll_async.config.advantage_options import ADVANTAGE_OPTIONS
+from roll_async.config import schema, schema_algorithm, schema_async, schema_rollout, schema_worker
 from roll_async.config.fields import Traits
-from roll_async.config.loading.emit import scalar
 from roll_async.config.loading.names import REFUSED, alias_table
 from roll_async.config.loading.spec import FieldSpec, spec_of
-from roll_async.config.policy_loss_options import POLICY_LOSS_OPTIONS
+from roll_async.config.options import correction_options
+from roll_async.config.options.advantage_options import ADVANTAGE_OPTIONS
+from roll_async.config.options.policy_loss_options import POLICY_LOSS_OPTIONS
+from roll_async.config.yaml.emit import scalar
 
 _HEAD = """# Configuration
 

@@ -111,7 +111,7 @@ def packing(device: str, scratch: str) -> dict:
 
 
 def engine(device: str, scratch: str) -> dict:
-    from roll_async.trainer.megatron import engine_import
+    from roll_async.trainer.megatron.state import engine_import
 
     if (missing := engine_import.problem()) is not None:
         return {"ok": True, "skipped": missing}

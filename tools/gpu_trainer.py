@@ -118,7 +118,7 @@ def megatron_step(args: argparse.Namespace, tokens: Tensor, lengths: Tensor) -> 
     worker.start()
     from megatron.core.optimizer import Adam
 
-    from roll_async.trainer.megatron.layer_spec import choose_layers
+    from roll_async.trainer.megatron.model.layer_spec import choose_layers
 
     mask = train_mask(tokens, lengths)
     return lambda: worker.supervised_update(tokens, lengths, mask), {

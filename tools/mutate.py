@@ -51,7 +51,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         f"{UNIT}/config/test_no_inert_key.py",
         f"{UNIT}/pipelines",
     ),
-    "weight_sync/links.py": (f"{UNIT}/weight_sync/test_links.py",),
+    "weight_sync/transport/links.py": (f"{UNIT}/weight_sync/test_links.py",),
     "weight_sync/": (f"{UNIT}/weight_sync/test_layout.py", f"{UNIT}/weight_sync"),
     "pipelines/checkpoint.py": (f"{UNIT}/checkpoint/test_run_checkpoints.py", f"{UNIT}/pipelines"),
     "pipelines/": (f"{UNIT}/pipelines", f"{UNIT}/simulator"),
@@ -66,11 +66,15 @@ TESTS: dict[str, tuple[str, ...]] = {
         f"{UNIT}/agents",
     ),
     "agents/tools/": (f"{UNIT}/agents/test_groups.py", f"{UNIT}/envs/test_question_rows.py", f"{UNIT}/agents"),
-    "agents/external.py": (f"{UNIT}/agents/test_external.py", f"{UNIT}/agents"),
-    "agents/supervisor.py": (f"{UNIT}/agents/test_external.py",),
-    "agents/remote.py": (f"{UNIT}/agents/test_remote.py", f"{UNIT}/agents/test_serve_policy.py"),
+    "agents/processes/external.py": (f"{UNIT}/agents/test_external.py", f"{UNIT}/agents"),
+    "agents/processes/supervisor.py": (f"{UNIT}/agents/test_external.py",),
+    "agents/processes/remote.py": (f"{UNIT}/agents/test_remote.py", f"{UNIT}/agents/test_serve_policy.py"),
     "agents/book.py": (f"{UNIT}/agents/test_groups.py", f"{UNIT}/launch/test_agent_parts.py"),
-    "agents/beside.py": (f"{UNIT}/agents/test_session.py", f"{UNIT}/agents/test_gateway.py", f"{UNIT}/agents"),
+    "agents/processes/beside.py": (
+        f"{UNIT}/agents/test_session.py",
+        f"{UNIT}/agents/test_gateway.py",
+        f"{UNIT}/agents",
+    ),
     **{
         f"agents/{name}.py": (
             f"{UNIT}/agents/test_session.py",
@@ -111,7 +115,8 @@ EQUIVALENT: dict[str, str] = {
     " options.tau_negative))": "where the advantage is 0 so are the loss and its gradient, whatever tau is",
     'agents/gateway/server.py: turned: return len(raw) <= _INLINE_BYTES and sum(map(raw.count, (b"{", b"[", b","))) <='
     " _INLINE_VALUES": "a body of exactly that size is the same request, read here or in another process",
-    "agents/beside.py: left out: process.stdout.close()": "the pipe is closed with the object, whose process has ended",
+    "agents/processes/beside.py: left out: process.stdout.close()": "the pipe is closed with the object, whose process"
+    " has ended",
     "rollout/rounds.py: left out: running.clear()": "GeneratedTooMany stops twice, and the second time adds the"
     " same groups to a tally that nobody reads any more",
 }

@@ -14,11 +14,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from roll_async.commands.plan import run_plan
-from roll_async.commands.port import ported, text_of
-from roll_async.commands.validate import run_validate
+from roll_async.commands.configs.plan import run_plan
+from roll_async.commands.configs.port import ported, text_of
+from roll_async.commands.configs.validate import run_validate
 from roll_async.config.api import ConfigError
-from roll_async.config.porting import AnotherPipeline
+from roll_async.config.loading.porting import AnotherPipeline
 
 
 def main(folder: Path) -> int:

@@ -21,8 +21,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from roll_async.config.loading.names import alias_table
-from roll_async.config.loading.paths import keys
 from roll_async.config.schema import AgenticConfig, RLVRConfig
+from roll_async.config.yaml.paths import keys
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs_roll" / "seeds.md"

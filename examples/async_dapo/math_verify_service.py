@@ -10,7 +10,7 @@
 A verdict has a `score` only with `status` ok; `timeout` and `error` are states of their own. Busy is 429 and broken is
 503, both with Retry-After: neither is ever a verdict. Another address than loopback needs a token, taken from an
 environment variable (`--token-env`) and sent as `Authorization: Bearer TOKEN`. SIGTERM and SIGINT stop it after the
-replies under way. Text of a model is parsed in the worker processes only (`roll_async/rewards/pool.py`).
+replies under way. Text of a model is parsed in the worker processes only (`roll_async/rewards/serving/pool.py`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from roll_async.rewards.pool import RewardPool, RewardPoolOptions
 from roll_async.rewards.registry import create_reward
+from roll_async.rewards.serving.pool import RewardPool, RewardPoolOptions
 from roll_async.schema import Reward, RewardStatus
 
 try:

@@ -2,7 +2,8 @@
 
     request --known key? the first reply--> limits --> `_sampled` of the sub-class --> reply
 
-`agents/session.py` answers with the engines of a run or of `serve-policy`, `agents/remote.py` with a remote API.
+`agents/session.py` answers with the engines of a run or of `serve-policy`, `agents/processes/remote.py` with a remote
+API.
 """
 
 from __future__ import annotations

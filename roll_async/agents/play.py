@@ -22,7 +22,7 @@ from roll_async.envs.protocol import GraderFailed, LiveWorld, Observation, World
 from roll_async.observe.outside import OutsideError, asked, encodable, message_of, number, place_of, text_of
 from roll_async.prompts.row_tools import RowTools, parse_tools
 from roll_async.prompts.tool_calls import HERMES, ToolCall, name_of
-from roll_async.rollout.requests import GenerationFailed
+from roll_async.rollout.dispatch.requests import GenerationFailed
 from roll_async.rollout.tools import Toolbox
 from roll_async.schema import Outcome
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Protocol
 
 from roll_async.agents.limited_turns import BadRequest
-from roll_async.rollout.requests import Interrupted
+from roll_async.rollout.dispatch.requests import Interrupted
 from roll_async.schema import Completion, GenerateRequest
 
 
 class TokenSource(Protocol):
-    """What `EnginePolicy` needs of `rollout/server_manager.py`."""
+    """What `EnginePolicy` needs of `rollout/dispatch/server_manager.py`."""
 
     async def generate(
         self, request: GenerateRequest, *, conversation: str | None = None, foreground: bool = False

@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from roll_async.agents.beside import Beside
 from roll_async.agents.messages import Message
+from roll_async.agents.processes.beside import Beside
 from roll_async.prompts.tokenizer import TEMPLATES, special_marks, without_marks
 from roll_async.prompts.tool_calls import HERMES, CallFormat
 

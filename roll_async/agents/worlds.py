@@ -28,9 +28,9 @@ from roll_async.agents.tasks import task_of
 from roll_async.envs.pool import WorldPool
 from roll_async.envs.registry import WorldSpec
 from roll_async.observe.outside import OutsideError, border
+from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
 from roll_async.rollout.group_source import SourceCounts
 from roll_async.rollout.groups import Ended, EndReason, Trajectory, TrajectoryRequest
-from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.rollout.tools import Toolbox
 from roll_async.rollout.trace_tree import TraceTree
 from roll_async.schema import Outcome, Reward, Sample

@@ -1,7 +1,7 @@
 """Advantage estimators. Shape letters: B rows, T positions. No gradients.
 
 Each takes `AdvantageInputs` and its own keyword options and returns (advantages [B,T], returns [B,T]), 0 where masked.
-Names, defaults and ranges of the options are those of its class in `config/advantage_options.py`.
+Names, defaults and ranges of the options are those of its class in `config/options/advantage_options.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from roll_async.algorithms.masked import (
     working_dtype,
 )
 from roll_async.algorithms.rewards import GroupStatistics, group_statistics, normalise_rewards
-from roll_async.config.advantage_options import (
+from roll_async.config.options.advantage_options import (
     ADVANTAGE_OPTIONS,
     AdvantageOptions,
     DiscountAdvantageOptions,
@@ -39,7 +39,7 @@ from roll_async.config.advantage_options import (
     RaeAdvantageOptions,
     StepReinforceAdvantageOptions,
 )
-from roll_async.config.user_options import own_function
+from roll_async.config.options.user_options import own_function
 
 Result = tuple[Tensor, Tensor]
 O = TypeVar("O", bound=AdvantageOptions)  # noqa: E741

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from roll_async.algorithms.masked import check_mask, clean, working_dtype
 from roll_async.algorithms.policy_losses import clamp_log_ratio, segment_sums
-from roll_async.config.correction_options import CorrectionOptions, RejectionRule, carries_behaviour_policy
-from roll_async.config.policy_loss_options import POLICY_LOSS_OPTIONS, PolicyLossOptions
+from roll_async.config.options.correction_options import CorrectionOptions, RejectionRule, carries_behaviour_policy
+from roll_async.config.options.policy_loss_options import POLICY_LOSS_OPTIONS, PolicyLossOptions
 
 _NUM_LAG_BUCKETS = 9
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from roll_async.algorithms.masked import check_mask, check_shape, clean, dense_segments, working_dtype
-from roll_async.config.policy_loss_options import (
+from roll_async.config.options.policy_loss_options import (
     CispoOptions,
     ClipCovOptions,
     DecoupledPpoOptions,
@@ -36,7 +36,7 @@ from roll_async.config.policy_loss_options import (
     VanillaOptions,
     VespoOptions,
 )
-from roll_async.config.user_options import own_function
+from roll_async.config.options.user_options import own_function
 
 LOG_RATIO_LIMIT = 20.0
 Metrics = dict[str, Tensor]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from roll_async.algorithms.masked import check_mask, clean, working_dtype
 from roll_async.algorithms.policy_losses import clamp_log_ratio
-from roll_async.config.policy_loss_options import ClipCovOptions, KlCovOptions, M2poOptions
+from roll_async.config.options.policy_loss_options import ClipCovOptions, KlCovOptions, M2poOptions
 
 
 def _covariance(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:

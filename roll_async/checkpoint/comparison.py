@@ -10,9 +10,9 @@ from pathlib import Path
 from torch import Tensor
 
 from roll_async.checkpoint.conversion import ConversionOptions, MegatronAsHf
-from roll_async.checkpoint.hf_folder import HfFolder
+from roll_async.checkpoint.folders.hf_folder import HfFolder
+from roll_async.checkpoint.folders.tensor_bytes import bytes_of
 from roll_async.checkpoint.lora import LoraAdapter
-from roll_async.checkpoint.tensor_bytes import bytes_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,18 +16,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from roll_async.checkpoint.find_model import HF_FILES, hf_files_of, torch_dist_in
-from roll_async.checkpoint.hf_config import HfConfig
-from roll_async.checkpoint.hf_folder import HfFolder, copy_side_files, write_known_tensors
+from roll_async.checkpoint.folders.find_model import HF_FILES, hf_files_of, torch_dist_in
+from roll_async.checkpoint.folders.hf_config import HfConfig
+from roll_async.checkpoint.folders.hf_folder import HfFolder, copy_side_files, write_known_tensors
+from roll_async.checkpoint.folders.manifest import recorded_alpha, sync, sync_tree
+from roll_async.checkpoint.folders.megatron_folder import MegatronFolder, Piece, write_megatron_folder
+from roll_async.checkpoint.folders.safetensors_files import TensorSpec
+from roll_async.checkpoint.folders.stored_keys import StoredKey, extra_states, is_parameter, key_to_write, keys_to_read
 from roll_async.checkpoint.hf_names.families import family_of
 from roll_async.checkpoint.hf_names.table import Family, Match, ModelShape, Transform, shape_of
 from roll_async.checkpoint.hf_names.value_head import VALUE_HEAD, has_value_head, language_model
 from roll_async.checkpoint.lora import LoraAdapter, merged, write_adapter
 from roll_async.checkpoint.lora_targets import ADAPTER_HALVES, adapter_half
-from roll_async.checkpoint.manifest import recorded_alpha, sync, sync_tree
-from roll_async.checkpoint.megatron_folder import MegatronFolder, Piece, write_megatron_folder
-from roll_async.checkpoint.safetensors_files import TensorSpec
-from roll_async.checkpoint.stored_keys import StoredKey, extra_states, is_parameter, key_to_write, keys_to_read
 from roll_async.checkpoint.transforms import HeadLayout, to_hf, to_megatron
 
 _UP, _DOWN = ".adapter.up", ".adapter.down"

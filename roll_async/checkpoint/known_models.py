@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from roll_async.checkpoint.hf_config import HfConfig, read_json
+from roll_async.checkpoint.folders.hf_config import HfConfig, read_json
 
 _SUFFIXES = ("-Instruct-2507", "-Thinking-2507", "-Instruct", "-Base", "-Thinking", "-Chat")
 

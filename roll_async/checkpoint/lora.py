@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from roll_async.checkpoint.hf_config import HfConfig
+from roll_async.checkpoint.folders.hf_config import HfConfig
+from roll_async.checkpoint.folders.safetensors_files import SafetensorsFile, SafetensorsWriter, TensorSpec
 from roll_async.checkpoint.lora_targets import ADAPTER_HALVES, adapter_half
-from roll_async.checkpoint.safetensors_files import SafetensorsFile, SafetensorsWriter, TensorSpec
 
 _LOW_BITS = (1 << 16) - 1
 _WEIGHTS = "adapter_model.safetensors"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from roll_async.checkpoint.hf_config import HfConfig, read_json
+from roll_async.checkpoint.folders.hf_config import HfConfig, read_json
 from roll_async.checkpoint.rotary import Rotary
 
 

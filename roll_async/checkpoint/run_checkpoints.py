@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from roll_async.checkpoint.folders.manifest import read_manifest, require_written, sync, sync_tree, write_manifest
 from roll_async.checkpoint.lineage import Saved, beyond, left_behind, newest, own_steps
-from roll_async.checkpoint.manifest import read_manifest, require_written, sync, sync_tree, write_manifest
 from roll_async.observe.run_record import next_abandoned, read_record
 
 logger = logging.getLogger(__name__)

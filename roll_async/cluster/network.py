@@ -16,7 +16,7 @@ import psutil
 import ray
 
 HOST_VARIABLE = "ROLL_ASYNC_HOST_IP"
-"""Read by `weight_sync/links.py`."""
+"""Read by `weight_sync/transport/links.py`."""
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 

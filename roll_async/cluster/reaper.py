@@ -78,7 +78,7 @@ def main() -> None:
             process.kill()
         psutil.wait_procs(left, timeout=_GRACE_S)
     for folder in ("/dev/shm", tempfile.gettempdir()):  # shared memory stays allocated until the next boot otherwise
-        for file in Path(folder).glob(f"roll_async-{marker}-*"):  # see weight_sync/shm.py, too large to import here
+        for file in Path(folder).glob(f"roll_async-{marker}-*"):  # see transport/shm.py, too large to import
             file.unlink(missing_ok=True)
 
 

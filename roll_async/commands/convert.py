@@ -111,7 +111,7 @@ def _convert(arguments: _ConvertArguments) -> None:
         megatron_to_hf,
         write_run_adapter,
     )
-    from roll_async.checkpoint.find_model import find_model, hf_files_of, is_hf, torch_dist_in
+    from roll_async.checkpoint.folders.find_model import find_model, hf_files_of, is_hf, torch_dist_in
     from roll_async.trainer.megatron.cpu_shim import hide_cuda
 
     hide_cuda()  # the conversion and its logits probe run on the CPU of every machine
@@ -180,7 +180,7 @@ def _require_equal(result: Comparison) -> None:
 
 def _verify(megatron: Path, hf: Path, files: Path, options: ConversionOptions, source_is_hf: bool) -> None:
     from roll_async.checkpoint.comparison import compare
-    from roll_async.checkpoint.hf_folder import HfFolder
+    from roll_async.checkpoint.folders.hf_folder import HfFolder
     from roll_async.checkpoint.hf_names.value_head import has_value_head
 
     result = compare(megatron, hf, files, options, source_is_hf=source_is_hf)
@@ -191,7 +191,7 @@ def _verify(megatron: Path, hf: Path, files: Path, options: ConversionOptions, s
     if has_value_head(HfFolder(files).config.architecture()):
         print("logits not compared: the model is a critic")
         return
-    from roll_async.trainer.megatron.logits_probe import largest_difference
+    from roll_async.trainer.megatron.model.logits_probe import largest_difference
 
     difference, scale = largest_difference(megatron, hf, files)
     if not difference <= _MAX_LOGIT_DIFFERENCE * scale:

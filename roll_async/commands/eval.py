@@ -24,7 +24,7 @@ from roll_async.commands.command_line import (
     EXIT_ROLE_FAILED,
     print_table,
 )
-from roll_async.config.lookup import resolve_config
+from roll_async.config.loading.lookup import resolve_config
 
 if TYPE_CHECKING:
     from roll_async.config.schema import PipelineConfig, RLVRConfig
@@ -81,9 +81,9 @@ def _evaluate(arguments: _EvalArguments) -> int:
     from roll_async.config.schema import RLVRConfig
     from roll_async.config.secrets import with_secrets
     from roll_async.config.user_code import search_beside
+    from roll_async.launch.checks.gate import in_checkout
+    from roll_async.launch.checks.inputs import resolve_names
     from roll_async.launch.evaluation import for_evaluation
-    from roll_async.launch.gate import in_checkout
-    from roll_async.launch.inputs import resolve_names
     from roll_async.observe.run_folder import RunFolder
 
     path, overrides = resolve_config(["--config", arguments.config, *arguments.args], None)
@@ -124,8 +124,8 @@ def _model_of(target: str) -> Path | None:
     """The Hugging Face or torch_dist folder that a target names; None for a name on a hub. Raises ValueError for what
     is neither.
     """
-    from roll_async.checkpoint.find_model import find_model
-    from roll_async.launch.inputs import is_hub_name
+    from roll_async.checkpoint.folders.find_model import find_model
+    from roll_async.launch.checks.inputs import is_hub_name
 
     folder = Path(target)
     if not folder.is_dir():
@@ -139,7 +139,7 @@ def _as_hf(model: Path, folder: Path, like: str) -> str:
     """A Hugging Face folder: the model itself, or what it is converted to. In a process of its own, whose memory is
     free before engines start.
     """
-    from roll_async.checkpoint.find_model import is_hf, side_files
+    from roll_async.checkpoint.folders.find_model import is_hf, side_files
 
     if is_hf(model):
         return str(model)
@@ -159,7 +159,7 @@ def _require_inputs(config: PipelineConfig, *, model_is_used: bool) -> None:
     """
     from roll_async.config.schema import AgenticConfig
     from roll_async.launch.agents import check_agents
-    from roll_async.launch.inputs import missing_inputs
+    from roll_async.launch.checks.inputs import missing_inputs
 
     if isinstance(config, AgenticConfig):
         check_agents(config)

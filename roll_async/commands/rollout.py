@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from roll_async.commands.command_line import AS_TYPED, EXIT_CODES, EXIT_FINISHED, EXIT_ROLE_FAILED
-from roll_async.config.lookup import resolve_config
+from roll_async.config.loading.lookup import resolve_config
 
 if TYPE_CHECKING:
     from roll_async.config.schema import AgenticConfig
@@ -50,8 +50,8 @@ def _rollout(name: str, batches: int, output: Path | None, args: tuple[str, ...]
     from roll_async.cluster.runtime import ray_runtime
     from roll_async.config.api import dump
     from roll_async.config.secrets import is_secret, with_secrets, without_secrets
-    from roll_async.launch.gate import check_supported, require_inputs, require_models
-    from roll_async.launch.inputs import resolve_names
+    from roll_async.launch.checks.gate import check_supported, require_inputs, require_models
+    from roll_async.launch.checks.inputs import resolve_names
     from roll_async.launch.rollout_only import for_rollout
     from roll_async.observe.run_folder import RunFolder
 

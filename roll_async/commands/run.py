@@ -27,7 +27,7 @@ from roll_async.commands.command_line import (
     execute,
 )
 from roll_async.config.api import dump, load
-from roll_async.config.lookup import resolve_config
+from roll_async.config.loading.lookup import resolve_config
 from roll_async.config.schema import AgenticConfig, RLVRConfig
 from roll_async.config.secrets import is_secret, shown_text, with_secrets, without_secrets
 from roll_async.launch.run_start import checkpoints_of, go_back, how_to_continue, lock_run, open_run, restored_step
@@ -117,7 +117,7 @@ def run_command(args: Sequence[str], *, pipeline: str | None, classes: UserHooks
 
 def _resolved(args: Sequence[str], pipeline: str | None) -> tuple[Path, list[str]]:
     """`resolve_config` of a launcher, which knows `--device cpu` as well."""
-    from roll_async.launch.on_cpu import cpu_overrides, take_device
+    from roll_async.launch.checks.on_cpu import cpu_overrides, take_device
 
     rest, on_cpu = take_device(args)
     path, overrides = resolve_config(rest, pipeline)
@@ -133,8 +133,8 @@ def prepare(args: Sequence[str], pipeline: str | None) -> RLVRConfig | AgenticCo
     """The config that a launcher's arguments name, past the gate and with a folder for every model. Warnings go to
     stderr. Raises ValueError for everything that keeps the run from starting and that a laptop can see.
     """
-    from roll_async.launch.gate import check_supported, require_devices, require_inputs, require_models
-    from roll_async.launch.inputs import resolve_names
+    from roll_async.launch.checks.gate import check_supported, require_devices, require_inputs, require_models
+    from roll_async.launch.checks.inputs import resolve_names
 
     path, overrides = _resolved(args, pipeline)
     loaded = check_supported(path, overrides, pipeline)
@@ -155,7 +155,7 @@ def _check_memory(config: RLVRConfig | AgenticConfig) -> None:
     import torch
 
     if torch.cuda.is_available():
-        from roll_async.launch.device_memory import require_fit
+        from roll_async.launch.checks.device_memory import require_fit
 
         require_fit(config, torch.cuda.get_device_properties(0).total_memory)
 
@@ -329,7 +329,7 @@ async def _train(
 ) -> RunEnd:
     """Start the roles, run the loop, export the model. When a role dies, all roles are started again."""
     from roll_async.launch.restarts import can_restart, restart_from_newest, started_roles
-    from roll_async.rollout.filter_budget import GeneratedTooMany
+    from roll_async.rollout.filters.filter_budget import GeneratedTooMany
 
     recorder, folder = observers
     while True:

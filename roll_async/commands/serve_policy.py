@@ -28,7 +28,7 @@ from roll_async.config.processor import default_dtype
 
 if TYPE_CHECKING:
     from roll_async.agents.limited_turns import TurnHandler
-    from roll_async.agents.remote import RemoteOptions
+    from roll_async.agents.processes.remote import RemoteOptions
     from roll_async.agents.session import Session
     from roll_async.inference.settings import EngineSettings
 
@@ -108,7 +108,7 @@ def command(
 
 def _remote_options(address: str, key_env: str | None, given: Mapping[str, object], chosen: set[str]) -> RemoteOptions:
     from roll_async.agents.gateway.server import is_loopback
-    from roll_async.agents.remote import RemoteOptions
+    from roll_async.agents.processes.remote import RemoteOptions
 
     if idle := [f"--{name.replace('_', '-')}" for name in _OF_ENGINES if name in chosen]:
         raise click.UsageError(f"{', '.join(idle)}: no effect with --remote, whose server decides; remove it")
@@ -176,7 +176,7 @@ async def _serve(arguments: Arguments, *, told_token: bool) -> int:
 
 def _remote(options: RemoteOptions, record: TextIO | None, stack: AsyncExitStack) -> Callable[[str], TurnHandler]:
     """Makes trajectories whose turns a remote model answers."""
-    from roll_async.agents.remote import RemoteModel, RemoteTurns
+    from roll_async.agents.processes.remote import RemoteModel, RemoteTurns
 
     model = RemoteModel(options)
     stack.push_async_callback(model.close)

@@ -12,11 +12,11 @@ from typing import Any
 import click
 
 from roll_async.commands.command_line import HELP, POSITIVE, Number, print_pairs
-from roll_async.commands.weights import simulated_weights
+from roll_async.commands.configs.weights import simulated_weights
 from roll_async.config.api import ConfigError
-from roll_async.config.loading.compose import OVERRIDE
 from roll_async.config.schema import RLVRConfig
-from roll_async.launch.gate import check_supported
+from roll_async.config.yaml.compose import OVERRIDE
+from roll_async.launch.checks.gate import check_supported
 from roll_async.observe.trace import Trace
 from roll_async.simulator.figures import figures_of
 from roll_async.simulator.from_config import Speeds, Split, scenario_of, split_of, synchronous, workload_of

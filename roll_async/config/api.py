@@ -14,10 +14,6 @@ from pathlib import Path
 
 from roll_async.config.loading.build import build
 from roll_async.config.loading.check import KIND_CLASSES, Checker
-from roll_async.config.loading.compose import read_sources
-from roll_async.config.loading.diagnostics import ConfigError, Diagnostic
-from roll_async.config.loading.emit import dump
-from roll_async.config.loading.node import Node
 from roll_async.config.loading.references import find_resolved, resolve_references
 from roll_async.config.loading.rename import compose, rename
 from roll_async.config.loading.resources import ResourceBlocks
@@ -25,6 +21,10 @@ from roll_async.config.rules.contradictions import without_contradictions
 from roll_async.config.rules.every import check_rules
 from roll_async.config.rules.warn import find_warnings
 from roll_async.config.schema import AgenticConfig, RLVRConfig
+from roll_async.config.yaml.compose import read_sources
+from roll_async.config.yaml.diagnostics import ConfigError, Diagnostic
+from roll_async.config.yaml.emit import dump
+from roll_async.config.yaml.node import Node
 
 __all__ = ["ConfigError", "Diagnostic", "Loaded", "dump", "load", "load_with_warnings"]
 

@@ -17,7 +17,7 @@ from typing import Literal
 
 from roll_async.config import staleness
 from roll_async.config.fields import bounded, derived, option, required, section
-from roll_async.config.policy_loss_options import SELECTS_TOKENS
+from roll_async.config.options.policy_loss_options import SELECTS_TOKENS
 from roll_async.config.schema_algorithm import AlgorithmConfig, FilterGroupsConfig, OverlongBufferConfig
 from roll_async.config.schema_async import (
     AsyncTrainingConfig,

@@ -4,15 +4,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from roll_async.config.advantage_options import (
+from roll_async.config.fields import bounded, derived, option, section
+from roll_async.config.options.advantage_options import (
     ADVANTAGE_OPTIONS,
     AdvantageOptions,
     GroupAdvantageOptions,
     OwnAdvantageOptions,
 )
-from roll_async.config.correction_options import CorrectionOptions
-from roll_async.config.fields import bounded, derived, option, section
-from roll_async.config.policy_loss_options import POLICY_LOSS_OPTIONS, OwnLossOptions, PolicyLossOptions, PpoOptions
+from roll_async.config.options.correction_options import CorrectionOptions
+from roll_async.config.options.policy_loss_options import (
+    POLICY_LOSS_OPTIONS,
+    OwnLossOptions,
+    PolicyLossOptions,
+    PpoOptions,
+)
 
 Normalise = Literal["none", "batch", "group", "running"]
 

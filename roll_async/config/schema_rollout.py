@@ -36,8 +36,8 @@ WORLDS = {
     "minigrid": "roll_async.envs.wrappers.any_minigrid.MinigridWorld",
     "textarena": "roll_async.envs.wrappers.any_textarena.TextArenaWorld",
     "reasoning_gym": "roll_async.envs.wrappers.any_reasoning_gym.ReasoningGymWorld",
-    "command": "roll_async.agents.external.CommandAgent",
-    "http_agent": "roll_async.agents.external.HttpAgent",
+    "command": "roll_async.agents.processes.external.CommandAgent",
+    "http_agent": "roll_async.agents.processes.external.HttpAgent",
     "webshop": None,  # names of ROLL's files, refused with what there is instead
     "code": None,
 }

@@ -15,7 +15,7 @@ import traceback
 from importlib import import_module
 from pathlib import Path
 
-from roll_async.config.loading.compose import CHECKOUT
+from roll_async.config.yaml.compose import CHECKOUT
 
 FOLDERS_VARIABLE = "ROLL_ASYNC_CODE_FOLDERS"
 """Folders of a user's modules, separated like those of PATH."""

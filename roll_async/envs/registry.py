@@ -12,9 +12,9 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from roll_async.config.options.user_options import build_options
 from roll_async.config.schema_rollout import WORLDS as NAMES
 from roll_async.config.user_code import find, told
-from roll_async.config.user_options import build_options
 
 WORLDS = {name: path for name, path in NAMES.items() if path is not None}
 

@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from roll_async.checkpoint.hf_config import HfConfig
+from roll_async.checkpoint.folders.hf_config import HfConfig
 from roll_async.config.engine_traits import EngineTraits
 from roll_async.config.versions import refuse_unknown_release
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from roll_async.inference.settings import EngineSettings
 
 ENGINES = {
-    "vllm": "roll_async.inference.vllm_engine.VllmEngine",
-    "sglang": "roll_async.inference.sglang_engine.SglangEngine",
-    "hf_infer": "roll_async.inference.hf_engine.HfEngine",
+    "vllm": "roll_async.inference.vllm.engine.VllmEngine",
+    "sglang": "roll_async.inference.sglang.engine.SglangEngine",
+    "hf_infer": "roll_async.inference.hf.engine.HfEngine",
 }
 
 
 FOLLOWERS = {
-    "vllm": "roll_async.inference.vllm_follower.VllmFollower",
-    "sglang": "roll_async.inference.sglang_follower.SglangFollower",
+    "vllm": "roll_async.inference.vllm.follower.VllmFollower",
+    "sglang": "roll_async.inference.sglang.follower.SglangFollower",
 }
 """Engines whose replicas may span nodes, and what runs their ranks on the nodes after the first."""
 

@@ -22,7 +22,7 @@ from roll_async.envs.pool import WorldPool
 from roll_async.envs.registry import WorldSpec, build, check
 from roll_async.prompts.tokenizer import at_time, load_tokenizer
 from roll_async.rollout.chat_scheduler import sampling_of
-from roll_async.rollout.group_filter import GroupFilter
+from roll_async.rollout.filters.group_filter import GroupFilter
 from roll_async.rollout.groups import GroupOptions
 from roll_async.schema import Prompt
 

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
-from roll_async.cluster.engine_group import EngineSpec, RayEngineClient, replica_name
 from roll_async.cluster.node_pool import NodePool
 from roll_async.cluster.placement import ProcessPlacement
+from roll_async.cluster.roles.engine_group import EngineSpec, RayEngineClient, replica_name
 from roll_async.config.schema import PipelineConfig, roles_on_engine_devices
 from roll_async.inference.settings import EngineSettings
 
 
 class ReplicaStarter:
-    """`rollout/engine_supervisor.py: Starter`. What it started is closed when the stack closes."""
+    """`rollout/dispatch/engine_supervisor.py: Starter`. What it started is closed when the stack closes."""
 
     def __init__(
         self, config: PipelineConfig, placements: Sequence[ProcessPlacement], pool: NodePool, stack: AsyncExitStack

@@ -26,11 +26,11 @@ from roll_async.launch.rollout import data_options, held_out_of, start_scorer
 from roll_async.pipelines.validation import HeldOut, SetSampling, Validation
 from roll_async.prompts.rows import BadRows, read_rows
 from roll_async.prompts.tokenizer import load_tokenizer
-from roll_async.rewards.router import RewardRouter
+from roll_async.rewards.serving.router import RewardRouter
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
+from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
 from roll_async.rollout.group_source import SourceCounts
 from roll_async.rollout.groups import Ended, EndReason, GroupOptions, GroupRunner, Trajectory, TrajectoryRequest
-from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.schema import Answered, Prompt, RewardStatus, Sample
 
 C = TypeVar("C", bound=PipelineConfig)

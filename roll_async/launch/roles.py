@@ -11,14 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from roll_async.cluster.engine_group import replica_name
 from roll_async.cluster.folders import SharedFolders, shared_folders
 from roll_async.cluster.node_pool import NodePool
 from roll_async.cluster.placement import ProcessPlacement, devices_of, place, threads_per_process
-from roll_async.cluster.rollout_process import RolloutProcess
+from roll_async.cluster.roles.engine_group import replica_name
+from roll_async.cluster.roles.rollout_process import RolloutProcess
+from roll_async.cluster.roles.trainer_group import RayTrainerGroup
+from roll_async.cluster.roles.training_role import TrainingRole
 from roll_async.cluster.runtime import RuntimeInfo, pretended_gpus
-from roll_async.cluster.trainer_group import RayTrainerGroup
-from roll_async.cluster.training_role import TrainingRole
 from roll_async.config.schema import (
     PipelineConfig,
     WorkerConfig,
@@ -28,7 +28,7 @@ from roll_async.config.schema import (
 from roll_async.launch.engines import ReplicaStarter
 from roll_async.launch.rollout import StartedRollout, start_engines, start_rollout
 from roll_async.pipelines.colocation import DeviceMemory, PhaseSwitcher
-from roll_async.rollout.server_manager import AsyncLLMServerManager
+from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
 from roll_async.weight_sync.protocol import DevicePhase
 
 logger = logging.getLogger(__name__)

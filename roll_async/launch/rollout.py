@@ -1,7 +1,7 @@
 """The rollout side of a run: engines, rewards, prompts; then queue, rollouter and synchronizer on them.
 
 Both parts run where they are called: in the driver, or in the rollout process of the fully asynchronous mode
-(`cluster/rollout_process.py`), which is why a spec can be pickled.
+(`cluster/roles/rollout_process.py`), which is why a spec can be pickled.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from roll_async.agents.worlds import WorldRunner
 from roll_async.buffer.ledger import Ledger, MemoryLedger, SqliteLedger, move_to_previous
 from roll_async.cluster.node_pool import NodePool
 from roll_async.cluster.placement import ProcessPlacement
-from roll_async.cluster.reward_group import HostPlan, RayScorer
+from roll_async.cluster.roles.reward_group import HostPlan, RayScorer
 from roll_async.cluster.runtime import pretended_gpus
 from roll_async.config.schema import AgenticConfig, DataArguments, PipelineConfig, RLVRConfig
 from roll_async.launch.agents import agent_parts, group_options, training_tasks, validation_tasks
@@ -43,14 +43,14 @@ from roll_async.prompts.stream import ShuffledPrompts
 from roll_async.prompts.tokenizer import at_time, load_tokenizer
 from roll_async.rewards.row_checks import REFERENCE_COLUMNS, row_checks
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
+from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
 from roll_async.rollout.groups import GroupRunner
 from roll_async.rollout.protocol import PromptPool, PromptSource
 from roll_async.rollout.rollouter import Rollouter
-from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.rollout.tools import Tool, ToolCompletionCallback
 from roll_async.schema import Prompt
 from roll_async.weight_sync.protocol import WeightSource
-from roll_async.weight_sync.transports import ONE_HOST, choose_transport, needs_front_end
+from roll_async.weight_sync.transport.transports import ONE_HOST, choose_transport, needs_front_end
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
+from roll_async.cluster.roles.trainer_group import BasePolicy, RayTrainerGroup
 from roll_async.cluster.runtime import RuntimeInfo
-from roll_async.cluster.trainer_group import BasePolicy, RayTrainerGroup
 from roll_async.config.schema import PipelineConfig, reference_is_actor, roles_on_same_devices
 from roll_async.launch.roles import RolePlacements, Roles, RoleStarter
 from roll_async.launch.rollout import RolloutSpec

@@ -1,6 +1,6 @@
 """The checkpoint of a whole run at one step: every trained role, the learner's state, the position in the prompts.
 
-    step_00000004/actor_train/  megatron/ huggingface/ state.bin manifest.json (trainer/megatron/checkpoints.py)
+    step_00000004/actor_train/  megatron/ huggingface/ state.bin manifest.json (trainer/megatron/state/checkpoints.py)
     step_00000004/critic/       the same, with advantage estimator gae
     step_00000004/hf/           weights for transformers, with checkpoint.save_hf_model
 
@@ -28,7 +28,7 @@ _ACTOR = "actor_train"
 
 
 class SavedRole(Protocol):
-    """What a checkpoint needs of a group of ranks; see `cluster/trainer_group.py`."""
+    """What a checkpoint needs of a group of ranks; see `cluster/roles/trainer_group.py`."""
 
     async def save(self, folder: str, step: int, state: bytes, *, background: bool = False) -> None: ...
 

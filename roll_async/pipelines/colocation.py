@@ -24,7 +24,7 @@ from typing import Protocol
 
 from roll_async.inference.protocol import EngineMemory
 from roll_async.inference.sleeping import KV_CACHE, WEIGHTS
-from roll_async.rollout.server_manager import AsyncLLMServerManager
+from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
 from roll_async.trainer.protocol import STATE_KINDS, OffloadingGroup, StateMemory
 from roll_async.weight_sync.protocol import DevicePhase
 

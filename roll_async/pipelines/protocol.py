@@ -1,7 +1,7 @@
 """The plan of the loops, and the protocols of the other roles.
 
 Queue, rollouter and synchronizer may be the objects themselves, or clients of objects in a process of their own
-(`cluster/rollout_process.py`); the counters of a client are those of the last answer.
+(`cluster/roles/rollout_process.py`); the counters of a client are those of the last answer.
 """
 
 from __future__ import annotations

@@ -31,10 +31,10 @@ from roll_async.buffer.errors import first_cause
 from roll_async.config.schema import GeneratingArguments
 from roll_async.pipelines.metrics import accuracy, mean
 from roll_async.rollout.chat_scheduler import sampling_of
-from roll_async.rollout.engine_supervisor import EngineSupervisor, Joins
+from roll_async.rollout.dispatch.engine_supervisor import EngineSupervisor, Joins
+from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
 from roll_async.rollout.groups import GroupRunner
 from roll_async.rollout.protocol import Replica
-from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.schema import Answered, FinishReason, Prompt, Reward, Sample, SamplingParams, WeightVersion
 
 logger = logging.getLogger(__name__)

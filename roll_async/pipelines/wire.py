@@ -25,13 +25,13 @@ from roll_async.pipelines.health import CustomMonitor, HealthMonitor
 from roll_async.pipelines.protocol import PipelineParts, RunPlan
 from roll_async.pipelines.rlvr import RLVRPipeline, TrainLoop
 from roll_async.pipelines.validation import HeldOut, ReplicaValidation, SetSampling, Validation
-from roll_async.rollout.engine_supervisor import EngineSupervisor, Starter
-from roll_async.rollout.filter_budget import BudgetOptions, FilterBudget
+from roll_async.rollout.dispatch.engine_supervisor import EngineSupervisor, Starter
+from roll_async.rollout.dispatch.manager_options import ManagerOptions
+from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
+from roll_async.rollout.filters.filter_budget import BudgetOptions, FilterBudget
 from roll_async.rollout.groups import GroupRunner
-from roll_async.rollout.manager_options import ManagerOptions
 from roll_async.rollout.protocol import PromptPool, PromptSource, Replica, ValidationMeasure
 from roll_async.rollout.rollouter import Rollouter
-from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.schema import Prompt
 from roll_async.weight_sync.canary import Canary, CanaryOptions, canary_rows
 from roll_async.weight_sync.protocol import OWN_DEVICES, SyncOptions, WeightSource

@@ -12,11 +12,11 @@ from array import array
 from dataclasses import dataclass, field, replace
 
 from roll_async.observe.outside import OutsideError, border
+from roll_async.rollout.dispatch.requests import GenerationFailed, Interrupted
+from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
 from roll_async.rollout.group_source import SourceCounts
 from roll_async.rollout.groups import Ended, EndReason, Trajectory, TrajectoryRequest
-from roll_async.rollout.requests import GenerationFailed, Interrupted
 from roll_async.rollout.scoring import RewardScoring
-from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.rollout.tools import ToolCompletionCallback
 from roll_async.rollout.trace_tree import TraceTree
 from roll_async.schema import FinishReason, GenerateRequest, Outcome, Sample

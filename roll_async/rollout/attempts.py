@@ -18,8 +18,8 @@ from roll_async.inference.protocol import Progress
 from roll_async.schema import Completion, FinishReason, WeightVersion, merge_runs
 
 if TYPE_CHECKING:
-    from roll_async.rollout.replica_link import ReplicaLink
-    from roll_async.rollout.requests import PendingRequest
+    from roll_async.rollout.dispatch.replica_link import ReplicaLink
+    from roll_async.rollout.dispatch.requests import PendingRequest
 
 
 class AttemptState(Enum):

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from roll_async.algorithms.overlong import OverlongShaping
 from roll_async.config.schema import GeneratingArguments, RLVRConfig
 from roll_async.rollout.answers import AnswerRunner
-from roll_async.rollout.filter_budget import BudgetOptions
-from roll_async.rollout.group_filter import GroupFilter
+from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
+from roll_async.rollout.filters.filter_budget import BudgetOptions
+from roll_async.rollout.filters.group_filter import GroupFilter
 from roll_async.rollout.groups import GroupOptions, GroupRunner
 from roll_async.rollout.protocol import Scorer
 from roll_async.rollout.rounds import RolloutResult, generate_round
 from roll_async.rollout.scoring import RewardScoring, ScoringOptions
-from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.rollout.tools import ToolCompletionCallback
 from roll_async.schema import Prompt, SamplingParams
 

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Protocol
 
-from roll_async.rollout.group_filter import GroupFilter
+from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
+from roll_async.rollout.filters.group_filter import GroupFilter
 from roll_async.rollout.group_source import GroupFate, GroupOutcome, SourceCounts
-from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.schema import (
     Answered,
     FinishReason,

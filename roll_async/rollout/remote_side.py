@@ -2,8 +2,9 @@
 
     TrainLoop -- QueueClient, RollouterClient, SynchronizerClient --> RpcChannel ))) RolloutServer --> queue, ...
 
-The channel is Ray's (`cluster/rollout_process.py`) or the virtual clock's (`simulator/process.py`); everything else is
-the same object in both. Counters of the clients are those of the last answer; every answer contains them.
+The channel is Ray's (`cluster/roles/rollout_process.py`) or the virtual clock's (`simulator/parts/process.py`);
+everything else is the same object in both. Counters of the clients are those of the last answer; every answer contains
+them.
 """
 
 from __future__ import annotations

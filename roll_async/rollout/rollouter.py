@@ -20,14 +20,14 @@ from dataclasses import dataclass, field
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.states import ReleaseReason, Slot
 from roll_async.observe.outside import OutsideError, border
-from roll_async.rollout.duplicates import DuplicateAnswers
-from roll_async.rollout.filter_budget import FilterBudget
-from roll_async.rollout.first_batch import FirstBatch
-from roll_async.rollout.group_filter import metric_of
+from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
+from roll_async.rollout.filters.duplicates import DuplicateAnswers
+from roll_async.rollout.filters.filter_budget import FilterBudget
+from roll_async.rollout.filters.first_batch import FirstBatch
+from roll_async.rollout.filters.group_filter import metric_of
 from roll_async.rollout.group_source import GroupFate, GroupOutcome
 from roll_async.rollout.groups import GroupRunner
 from roll_async.rollout.protocol import PromptPool, PromptSource
-from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.schema import Group, Prompt
 
 logger = logging.getLogger(__name__)

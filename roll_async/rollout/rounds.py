@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from roll_async.rollout.filter_budget import BudgetOptions, FilterBudget, GeneratedTooMany
+from roll_async.rollout.filters.filter_budget import BudgetOptions, FilterBudget, GeneratedTooMany
 from roll_async.rollout.group_source import GroupFate, GroupOutcome
 from roll_async.rollout.groups import GroupRunner
 from roll_async.schema import Group, Prompt

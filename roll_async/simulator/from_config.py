@@ -8,9 +8,9 @@ from roll_async.buffer.states import QueueOptions
 from roll_async.config.schema import RLVRConfig
 from roll_async.pipelines.protocol import RunPlan
 from roll_async.rollout.chat_scheduler import SchedulerOptions
-from roll_async.rollout.manager_options import ManagerOptions
+from roll_async.rollout.dispatch.manager_options import ManagerOptions
 from roll_async.simulator.figures import Workload
-from roll_async.simulator.models import EngineFaults, LengthModel, RewardModel, SpeedModel, TrainModel
+from roll_async.simulator.parts.models import EngineFaults, LengthModel, RewardModel, SpeedModel, TrainModel
 from roll_async.simulator.scenario import Scenario
 from roll_async.weight_sync.protocol import SyncOptions
 

@@ -17,14 +17,14 @@ from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.states import GroupState, ReleaseReason, Slot
 from roll_async.config.staleness import StalenessPolicy, exact_ratio
 from roll_async.inference.engine_host import PROGRESS_INTERVAL_S
-from roll_async.rollout.server_manager import AsyncLLMServerManager
+from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
 from roll_async.schema import Answered, GenerateRequest, Group, Outcome, Prompt, Sample, SamplingParams
-from roll_async.simulator.engine import SimEngine
 from roll_async.simulator.lineage import Lineage
-from roll_async.simulator.replica import SimReplica
-from roll_async.simulator.roles import score_of
+from roll_async.simulator.parts.engine import SimEngine
+from roll_async.simulator.parts.replica import SimReplica
+from roll_async.simulator.parts.roles import score_of
+from roll_async.simulator.parts.text import Texts, expected_logprobs, sampled_as
 from roll_async.simulator.scenario import Scenario
-from roll_async.simulator.text import Texts, expected_logprobs, sampled_as
 
 if TYPE_CHECKING:
     from roll_async.simulator.agents.checks import TraceChecks

@@ -12,12 +12,12 @@ from roll_async.pipelines.protocol import RunPlan
 from roll_async.pipelines.validation import SetSampling
 from roll_async.pipelines.wire import RolloutOptions
 from roll_async.rollout.chat_scheduler import SchedulerOptions
-from roll_async.rollout.filter_budget import BudgetOptions
-from roll_async.rollout.group_filter import GroupFilter
-from roll_async.rollout.manager_options import ManagerOptions
+from roll_async.rollout.dispatch.manager_options import ManagerOptions
+from roll_async.rollout.filters.filter_budget import BudgetOptions
+from roll_async.rollout.filters.group_filter import GroupFilter
 from roll_async.rollout.scoring import ScoringOptions
 from roll_async.schema import SamplingParams
-from roll_async.simulator.models import (
+from roll_async.simulator.parts.models import (
     EngineFaults,
     LengthModel,
     ProcessModel,
@@ -27,7 +27,7 @@ from roll_async.simulator.models import (
     TrainModel,
     WorldModel,
 )
-from roll_async.simulator.text import STOP, Texts
+from roll_async.simulator.parts.text import STOP, Texts
 from roll_async.weight_sync.protocol import SyncOptions
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.states import ReleaseReason, Slot
-from roll_async.rollout.request_dispatch import REPLY_WITHIN_S
+from roll_async.rollout.dispatch.request_dispatch import REPLY_WITHIN_S
+from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
 from roll_async.rollout.rollouter import Rollouter
-from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.schema import Answered, Group, Prompt, SamplingParams
 from roll_async.simulator.invariants import Watch
 

@@ -32,24 +32,24 @@ from roll_async.pipelines.wire import (
     build_rollout,
 )
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler
-from roll_async.rollout.engine_supervisor import EngineSupervisor
-from roll_async.rollout.filter_budget import GeneratedTooMany
+from roll_async.rollout.dispatch.engine_supervisor import EngineSupervisor
+from roll_async.rollout.dispatch.manager_options import ManagerOptions
+from roll_async.rollout.dispatch.server_counts import ServerStats
+from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
+from roll_async.rollout.filters.filter_budget import GeneratedTooMany
 from roll_async.rollout.groups import GroupRunner
-from roll_async.rollout.manager_options import ManagerOptions
 from roll_async.rollout.remote_side import RolloutClient
-from roll_async.rollout.server_counts import ServerStats
-from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.simulator.clock import Killed, VirtualLoop, run_virtual
-from roll_async.simulator.engine import SimEngine
 from roll_async.simulator.invariants import Watch
 from roll_async.simulator.lineage import CheckpointStore
-from roll_async.simulator.models import EngineFaults
-from roll_async.simulator.process import SimProcess
-from roll_async.simulator.replica import SimReplica
-from roll_async.simulator.roles import SimCheckpoint, SimTrainer
+from roll_async.simulator.parts.engine import SimEngine
+from roll_async.simulator.parts.models import EngineFaults
+from roll_async.simulator.parts.process import SimProcess
+from roll_async.simulator.parts.replica import SimReplica
+from roll_async.simulator.parts.roles import SimCheckpoint, SimTrainer
+from roll_async.simulator.parts.starter import SimStarter
+from roll_async.simulator.parts.tasks import ChatTasks
 from roll_async.simulator.scenario import Scenario
-from roll_async.simulator.starter import SimStarter
-from roll_async.simulator.tasks import ChatTasks
 from roll_async.simulator.watched import CheckedQueue, Observer, SeenManager, SeenRollouter
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ class SimulatedRun:
         masks = scenario.queue.bound_versions if scenario.queue.policy.value == "token_mask" else None
         learner = None
         if scenario.by_value:
-            from roll_async.simulator.learner import real_learner  # needs torch, which other worlds do without
+            from roll_async.simulator.parts.learner import real_learner  # needs torch, which other worlds do without
 
             learner = real_learner(scenario, self.watch, self._others.learner)
         return SimTrainer(scenario.seed, scenario.train, mask_older_than=masks, watch=self.watch, learner=learner)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from roll_async.algorithms.token_selection import select_clip_cov, select_kl_cov, select_m2po
-from roll_async.config.policy_loss_options import ClipCovOptions, KlCovOptions, M2poOptions
+from roll_async.config.options.policy_loss_options import ClipCovOptions, KlCovOptions, M2poOptions
 from roll_async.schema import TrainBatch
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128_digest
 
-from roll_async.checkpoint.tensor_bytes import bytes_of
+from roll_async.checkpoint.folders.tensor_bytes import bytes_of
 from roll_async.weight_sync.bucket import STAGED, Content, TensorSlot, UpdatePlan, is_adapter
 
 VERIFY_LEVELS = ("full", "sample", "none")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from roll_async.checkpoint.hf_config import HfConfig
+from roll_async.checkpoint.folders.hf_config import HfConfig
 from roll_async.weight_sync.traffic import HfTensor
 
 _Shapes = Iterator[tuple[str, tuple[int, ...]]]

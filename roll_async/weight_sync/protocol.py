@@ -12,7 +12,7 @@ from roll_async.config.schema import PipelineConfig
 from roll_async.schema import WeightVersion
 from roll_async.weight_sync.adapters import adapters_of
 from roll_async.weight_sync.bucket import Bucket, UpdatePlan
-from roll_async.weight_sync.transports import sends_changes
+from roll_async.weight_sync.transport.transports import sends_changes
 
 
 class WeightSource(Protocol):

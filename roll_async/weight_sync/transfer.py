@@ -21,7 +21,7 @@ from roll_async.weight_sync.bucket import FILES, STAGED, Block, Bucket, Content,
 from roll_async.weight_sync.changes import LastExport
 from roll_async.weight_sync.digest import Digest, flat_bytes
 from roll_async.weight_sync.layout import Cut, EngineLayout, Fragment, fragments, needed_elements
-from roll_async.weight_sync.transports import RECEIVERS, SENDERS
+from roll_async.weight_sync.transport.transports import RECEIVERS, SENDERS
 
 ALIGNMENT = 16
 """Bytes: every tensor of a block begins at a multiple."""

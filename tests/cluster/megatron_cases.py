@@ -12,13 +12,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from roll_async.algorithms.objective import LossSettings
-from roll_async.config.policy_loss_options import PpoOptions
-from roll_async.trainer.megatron import cpu_shim, output_head
-from roll_async.trainer.megatron.host_state import HostState
-from roll_async.trainer.megatron.logprobs import next_token_logprobs
-from roll_async.trainer.megatron.lora import Adapter
-from roll_async.trainer.megatron.optimizer_state import parameter_states, parts_of
+from roll_async.config.options.policy_loss_options import PpoOptions
+from roll_async.trainer.megatron import cpu_shim
+from roll_async.trainer.megatron.model import output_head
+from roll_async.trainer.megatron.model.logprobs import next_token_logprobs
+from roll_async.trainer.megatron.model.lora import Adapter
 from roll_async.trainer.megatron.settings import MegatronSettings, OptimizerSettings, ParallelSizes
+from roll_async.trainer.megatron.state.host_state import HostState
+from roll_async.trainer.megatron.state.optimizer_state import parameter_states, parts_of
 from roll_async.trainer.megatron.worker import MegatronWorker, RankSpec
 from roll_async.trainer.protocol import PolicyRows, TokenRows, ValueRows
 from roll_async.weight_sync.bucket import Content
@@ -333,7 +334,7 @@ def routers_product(rank, world_size, port):
     from megatron.core.transformer.moe import moe_utils
     from tiny_families import joined
 
-    from roll_async.trainer.megatron.layer_spec import LayerChoice, block_spec
+    from roll_async.trainer.megatron.model.layer_spec import LayerChoice, block_spec
 
     found = [vars(moe_utils).get("te_general_gemm", "unbound")]
     with joined(rank, world_size, port, {}):

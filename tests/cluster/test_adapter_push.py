@@ -266,7 +266,7 @@ class Source:
 def test_the_canary_names_an_adapter_that_was_proved_and_never_delivered(replica, monkeypatch):
     if replica.strategy != "vllm" or replica.layout.tensor > 1:
         pytest.skip("the fault is made in this process")
-    from roll_async.inference import vllm_worker_extension
+    from roll_async.inference.vllm import worker_extension as vllm_worker_extension
 
     rows = [replica.trained.row(number) for number in range(8)]
     source = Source()

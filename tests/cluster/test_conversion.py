@@ -17,7 +17,7 @@ from tiny_families import FAMILIES, MOE
 from roll_async.checkpoint.conversion import ConversionOptions, hf_to_megatron, megatron_to_hf
 from roll_async.commands.convert import run_convert
 from roll_async.config.api import load
-from roll_async.trainer.megatron.logits_probe import largest_difference
+from roll_async.trainer.megatron.model.logits_probe import largest_difference
 from tests.rounding import Bounds
 
 CPU = Path(__file__).resolve().parents[2] / "configs/rlvr_config_async_cpu.yaml"
@@ -77,7 +77,7 @@ def test_the_probe_sees_a_model_that_computes_something_else(tmp_path):
 def test_the_commands_that_make_a_model_of_an_adapter_are_those_that_validate_prints(tmp_path):
     from safetensors.torch import load_file, save_file
 
-    from roll_async.launch.model_fit import mismatches
+    from roll_async.launch.checks.model_fit import mismatches
 
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     tiny_families.save_tiny("qwen3", base)

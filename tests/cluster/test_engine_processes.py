@@ -18,13 +18,13 @@ from test_engine_protocol import save_tokenizer, tiny_model
 
 from roll_async.inference.processes import until_gone
 from roll_async.inference.settings import EngineSettings
-from roll_async.inference.vllm_engine import VllmEngine
+from roll_async.inference.vllm.engine import VllmEngine
 
 REPLICA = """
 import asyncio, sys, time
 from roll_async.inference.processes import process_ids
 from roll_async.inference.settings import EngineSettings
-from roll_async.inference.vllm_engine import VllmEngine
+from roll_async.inference.vllm.engine import VllmEngine
 
 if __name__ == "__main__":
     settings = EngineSettings(

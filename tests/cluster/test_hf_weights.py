@@ -8,7 +8,7 @@ safetensors = pytest.importorskip("safetensors.torch")
 
 import tiny_families
 
-from roll_async.inference.hf_weights import WeightTargets
+from roll_async.inference.hf.weights import WeightTargets
 
 
 def load(folder):

@@ -20,12 +20,12 @@ DRIVER = """
 import asyncio, os, signal, sys, time
 import psutil, ray
 from roll_async.buffer.errors import RoleGone, StallError
-from roll_async.cluster.engine_group import EngineReplica, RayEngineClient
+from roll_async.cluster.roles.engine_group import EngineReplica, RayEngineClient
 from roll_async.cluster.reaper import MARKER_VARIABLE, marked_processes
 from roll_async.cluster.runtime import ray_runtime, session_folder, wait_names_free
-from roll_async.cluster.trainer_group import RankCalls, RayTrainerGroup
+from roll_async.cluster.roles.trainer_group import RankCalls, RayTrainerGroup
 from roll_async.commands.run import exit_code
-from roll_async.weight_sync.shm import FileWriter
+from roll_async.weight_sync.transport.shm import FileWriter
 from tests.patience import patient
 
 @ray.remote(num_cpus=0)

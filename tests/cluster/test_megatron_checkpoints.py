@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 import megatron_cases as cases
 
 from roll_async.checkpoint.conversion import ConversionOptions, megatron_to_hf
-from roll_async.checkpoint.manifest import write_manifest
+from roll_async.checkpoint.folders.manifest import write_manifest
 from roll_async.commands.convert import run_convert
 
 T2 = (2, {"parallel": {"tensor": 2, "sequence_parallel": True}})

@@ -14,9 +14,9 @@ import megatron_cases as cases
 import tiny_families
 from tiny_families import FAMILIES, MOE
 
-from roll_async.checkpoint.hf_folder import HfFolder
+from roll_async.checkpoint.folders.hf_folder import HfFolder
 from roll_async.checkpoint.hf_names.families import family_of
-from roll_async.trainer.megatron.model_config import transformer_config
+from roll_async.trainer.megatron.model.model_config import transformer_config
 from tests.rounding import Bounds, assert_near
 
 LAYOUTS = {"1 rank": {}, "TP=2": {"tensor": 2}, "PP=2": {"pipeline": 2}, "EP=2": {"expert": 2}}

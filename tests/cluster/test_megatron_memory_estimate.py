@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 import megatron_cases as cases
 import tiny_families
 
-from roll_async.checkpoint.hf_config import HfConfig
+from roll_async.checkpoint.folders.hf_config import HfConfig
 from roll_async.trainer.megatron.memory_estimate import rank_memory
 
 DISTRIBUTED = {"optimizer": {"distributed": True}}

@@ -57,7 +57,7 @@ def test_the_report_counts_every_byte_and_work_is_refused_meanwhile(rank_pool, t
 
 
 def test_an_unknown_kind_is_refused_by_name():
-    from roll_async.trainer.megatron.device_state import DeviceState
+    from roll_async.trainer.megatron.state.device_state import DeviceState
 
     module = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"state .moments. is not one of weights \| optimizer \| gradients"):

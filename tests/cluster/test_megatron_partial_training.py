@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 import megatron_cases as cases
 import tiny_families
 
-from roll_async.trainer.megatron.layer_spec import LayerChoice, choose_layers
+from roll_async.trainer.megatron.model.layer_spec import LayerChoice, choose_layers
 
 DISTRIBUTED = {"optimizer": {"distributed": True}}
 T2 = (2, {"parallel": {"tensor": 2, "sequence_parallel": True}})

@@ -7,9 +7,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
-from roll_async.trainer.megatron.optimizer_state import MAIN, ParameterState
 from roll_async.trainer.megatron.runner import ModelRunner
 from roll_async.trainer.megatron.settings import MegatronSettings
+from roll_async.trainer.megatron.state.optimizer_state import MAIN, ParameterState
 
 DEVICE = torch.device("meta")
 

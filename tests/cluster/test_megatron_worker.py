@@ -15,10 +15,10 @@ from megatron_cases import WholeBatchWorker
 
 from roll_async.algorithms.correction import CorrectionOptions, correct
 from roll_async.algorithms.objective import LossSettings
-from roll_async.checkpoint.hf_config import HfConfig
+from roll_async.checkpoint.folders.hf_config import HfConfig
 from roll_async.config.api import load
-from roll_async.config.policy_loss_options import PpoOptions
-from roll_async.trainer.megatron.model_flops import model_flops
+from roll_async.config.options.policy_loss_options import PpoOptions
+from roll_async.trainer.megatron.model.model_flops import model_flops
 from roll_async.trainer.megatron.ranks import RankSpec
 from roll_async.trainer.megatron.settings import MegatronSettings, OptimizerSettings
 from roll_async.trainer.megatron.shares import BatchSplitter
@@ -326,7 +326,7 @@ def test_every_key_of_the_optimizer_reaches_the_weights(start, tmp_path):
 
 
 def test_torchs_adam_is_the_fused_one_and_steps_as_the_plain_one_does(start, tmp_path):
-    from roll_async.trainer.megatron.optimizer_state import parts_of
+    from roll_async.trainer.megatron.state.optimizer_state import parts_of
 
     folder = model_folder(tmp_path / "in", tied=True)
     rows, _ = batch()

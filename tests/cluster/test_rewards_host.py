@@ -26,7 +26,7 @@ import asyncio, sys
 from array import array
 from dataclasses import replace
 import psutil
-from roll_async.cluster.reward_group import HostPlan, RayScorer
+from roll_async.cluster.roles.reward_group import HostPlan, RayScorer
 from roll_async.cluster.runtime import ray_runtime
 from roll_async.config.schema import RewardConfig
 from roll_async.prompts.tokenizer import load_tokenizer
@@ -147,7 +147,7 @@ def test_a_question_carries_the_answer_and_nothing_that_no_judge_reads(caplog):
     """Log-probs are as large as the tokens, and the record of a model's experts a hundred times that. What is scored at
     once comes with the call that asked: a message costs a millisecond of a core.
     """
-    from roll_async.cluster.reward_group import HostPlan, RayScorer
+    from roll_async.cluster.roles.reward_group import HostPlan, RayScorer
 
     ids, layers = array("i", [5, 6, 7]), 48
     experts = ExpertRecord(ids=array("B", bytes(3 * layers * 2)), num_layers=layers, top_k=2)
@@ -172,7 +172,7 @@ class Failing(Listening):
 
 def test_a_host_that_can_not_score_leaves_no_question_without_an_answer():
     from roll_async.buffer.errors import RoleFailed
-    from roll_async.cluster.reward_group import HostPlan, RayScorer
+    from roll_async.cluster.roles.reward_group import HostPlan, RayScorer
 
     async def go():
         scorer = RayScorer(Failing(), HostPlan(rewards={}, tokenizer_folder="", env={}, rpc_timeout_s=5.0))

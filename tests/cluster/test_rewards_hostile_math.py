@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from roll_async.rewards.pool import RewardPool, RewardPoolOptions
 from roll_async.rewards.sandbox.confine import missing
+from roll_async.rewards.serving.pool import RewardPool, RewardPoolOptions
 from roll_async.schema import RewardStatus
 from tests.patience import patient
 

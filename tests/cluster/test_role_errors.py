@@ -126,7 +126,7 @@ def test_an_error_of_any_class_crosses_rays_border_with_reason_file_and_tracebac
 
 BROKEN = """
 import sys
-from roll_async.cluster.engine_group import RayEngineClient
+from roll_async.cluster.roles.engine_group import RayEngineClient
 from roll_async.commands.run import launch
 
 async def submit(self, requests):

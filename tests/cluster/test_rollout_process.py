@@ -24,7 +24,7 @@ from roll_async.buffer.errors import EndOfData, StallError, TooManyFailures
 from roll_async.buffer.ledger import MemoryLedger
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.states import QueueOptions
-from roll_async.cluster.rollout_process import RolloutProcess
+from roll_async.cluster.roles.rollout_process import RolloutProcess
 from roll_async.cluster.runtime import ray_runtime
 from roll_async.rollout.rollouter import RollouterStats
 from roll_async.schema import FinishReason, Group, Prompt, Reward, Sample

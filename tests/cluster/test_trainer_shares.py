@@ -10,9 +10,9 @@ pytest.importorskip("megatron.core")
 import megatron_cases as cases
 import torch
 
+from roll_async.cluster.roles.trainer_group import RayTrainerGroup, Started
 from roll_async.cluster.runtime import ray_runtime
-from roll_async.cluster.trainer_group import RayTrainerGroup, Started
-from roll_async.trainer.megatron.model_flops import ModelFlops
+from roll_async.trainer.megatron.model.model_flops import ModelFlops
 from roll_async.trainer.megatron.shares import BatchSplitter, ModelTraits
 from roll_async.trainer.protocol import ValueRows
 

@@ -10,8 +10,8 @@ from test_vllm_experts import checkpoint, maker
 from torch import nn
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from roll_async.inference.vllm_packed import packed_bytes
-from roll_async.inference.vllm_places import WriteRecorder
+from roll_async.inference.vllm.packed import packed_bytes
+from roll_async.inference.vllm.places import WriteRecorder
 
 EXPERTS = maker("Qwen3Moe", {"moe_intermediate_size": 64, "norm_topk_prob": True})
 

@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 
 from test_engine_protocol import CONTEXT, save_tokenizer, tiny_model
 
-from roll_async.inference.hf_engine import HfEngine
+from roll_async.inference.hf.engine import HfEngine
 from roll_async.inference.settings import EngineSettings
 from roll_async.weight_sync.canary import BANDS, Canary, CanaryOptions
 

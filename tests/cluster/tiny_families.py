@@ -73,7 +73,7 @@ def joined(rank, world_size, port, layout):
 def build(folder, parallel):
     import torch
 
-    from roll_async.trainer.megatron.model import HfBackedModel
+    from roll_async.trainer.megatron.model.model import HfBackedModel
     from roll_async.trainer.megatron.settings import MegatronSettings
 
     return HfBackedModel(
@@ -118,7 +118,7 @@ def reshard(rank, world_size, port, layout, hf, source, target):
     import torch.distributed as dist
     from megatron.core import dist_checkpointing
 
-    from roll_async.trainer.megatron.torch_dist import TorchDistSave
+    from roll_async.trainer.megatron.state.torch_dist import TorchDistSave
 
     with joined(rank, world_size, port, layout) as parallel, torch.no_grad():
         module = build(hf, parallel).module

@@ -11,8 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from roll_async.config.schema import RewardConfig, ServiceConfig
-from roll_async.rewards.router import RewardRouter
-from roll_async.rewards.service_client import ServiceClient
+from roll_async.rewards.serving.router import RewardRouter
+from roll_async.rewards.serving.service_client import ServiceClient
 from roll_async.schema import Prompt, RewardStatus
 
 pytest.importorskip("aiohttp")

@@ -15,15 +15,15 @@ from roll_async.pipelines.rlvr import TrainLoop
 from roll_async.pipelines.validator import Validator
 from roll_async.pipelines.wire import ComponentTypes
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler
-from roll_async.rollout.filter_budget import BudgetOptions
-from roll_async.rollout.group_filter import GroupFilter
-from roll_async.rollout.requests import PendingRequest
+from roll_async.rollout.dispatch.requests import PendingRequest
+from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
+from roll_async.rollout.filters.filter_budget import BudgetOptions
+from roll_async.rollout.filters.group_filter import GroupFilter
 from roll_async.rollout.rollouter import Rollouter
-from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.simulator.lineage import CheckpointStore
-from roll_async.simulator.models import EngineFaults, ProcessModel, ToolModel
+from roll_async.simulator.parts.models import EngineFaults, ProcessModel, ToolModel
+from roll_async.simulator.parts.text import STOP
 from roll_async.simulator.scenario import random_branched_scenario, random_killed_scenario, random_scenario
-from roll_async.simulator.text import STOP
 from roll_async.simulator.world import FaultyParts, simulate
 from roll_async.trainer.learner import Learner
 from roll_async.weight_sync.push import ParameterSynchronizer

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from roll_async.config.staleness import StalenessPolicy
-from roll_async.simulator.models import EngineFaults
+from roll_async.simulator.parts.models import EngineFaults
 from roll_async.simulator.world import simulate
 from tools.simulated_worlds import Mode, Size, world
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from roll_async.simulator.models import EngineFaults, TrainModel
+from roll_async.simulator.parts.models import EngineFaults, TrainModel
 from roll_async.simulator.scenario import random_scenario
 from roll_async.simulator.world import simulate
 

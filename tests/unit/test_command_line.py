@@ -9,7 +9,7 @@ import pytest
 from roll_async.cli import COMMANDS, main
 from roll_async.commands import command_line
 from roll_async.commands.run import origin
-from roll_async.launch.gate import unsupported
+from roll_async.launch.checks.gate import unsupported
 from tests.patience import patient
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,7 +98,7 @@ def test_an_error_of_our_own_says_where_it_was_raised():
     try:
         unsupported(None)
     except AttributeError as error:
-        assert "[roll_async/launch/gate.py:" in origin(error) and "run.log" in origin(error)
+        assert "[roll_async/launch/checks/gate.py:" in origin(error) and "run.log" in origin(error)
     try:
         raise RuntimeError("elsewhere")
     except RuntimeError as error:

@@ -35,8 +35,8 @@ ROOT = Path({str(ROOT)!r})
 def typed(script, args):
     assert Path(script).is_file(), f"{{script}} does not exist"
     if Path(script).name in ("start_rlvr_pipeline.py", "start_agentic_pipeline.py", "fully_async_main.py"):
-        from roll_async.config.lookup import resolve_config
-        from roll_async.launch.gate import check_supported
+        from roll_async.config.loading.lookup import resolve_config
+        from roll_async.launch.checks.gate import check_supported
 
         given = args if any(a.startswith("--config") for a in args) else ["--config", "fully_async_cpu.yaml", *args]
         path, overrides = resolve_config(given, None)

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from roll_async.cli import main
-from roll_async.cluster.training_role import TrainingRole
+from roll_async.cluster.roles.training_role import TrainingRole
+from roll_async.commands.configs.validate import run_validate
 from roll_async.commands.run import prepare
-from roll_async.commands.validate import run_validate
 from roll_async.config.api import ConfigError, load
 from roll_async.config.schema import RLVRConfig
-from roll_async.launch.gate import check_supported
+from roll_async.launch.checks.gate import check_supported
 from roll_async.weight_sync.bucket import STAGED
 from roll_async.weight_sync.layout import EngineLayout
-from roll_async.weight_sync.transports import transport_of
+from roll_async.weight_sync.transport.transports import transport_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = [*sorted((ROOT / "configs").glob("*.yaml")), *sorted((ROOT / "examples").rglob("*.yaml"))]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from roll_async.config.api import load
-from roll_async.launch.gate import unsupported
+from roll_async.launch.checks.gate import unsupported
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from roll_async.config.api import load
-from roll_async.launch.inputs import is_hub_name, missing_inputs
+from roll_async.launch.checks.inputs import is_hub_name, missing_inputs
 from tests.patience import patient
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,7 +22,7 @@ SHA = "a" * 40
 ASK = """
 import sys
 from roll_async.config.api import load
-from roll_async.launch.inputs import resolve_names
+from roll_async.launch.checks.inputs import resolve_names
 try:
     config = resolve_names(load(sys.argv[1], sys.argv[2:]))
 except ValueError as error:

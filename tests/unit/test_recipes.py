@@ -9,11 +9,11 @@ import yaml
 from roll_async.agents.protocol import is_agent
 from roll_async.algorithms.own_code import unusable_code
 from roll_async.config.api import ConfigError, load
-from roll_async.config.loading.emit import dump
 from roll_async.config.user_code import search_beside
+from roll_async.config.yaml.emit import dump
 from roll_async.envs.registry import WorldSpec, build
 from roll_async.launch.agents import check_agents
-from roll_async.launch.gate import check_supported, require_inputs
+from roll_async.launch.checks.gate import check_supported, require_inputs
 from roll_async.rewards.registry import create_reward
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,9 +19,9 @@ import pytest
 from roll_async.cli import COMMANDS
 from roll_async.config.api import ConfigError, Diagnostic
 from roll_async.config.loading.names import REFUSED as FOREIGN_KEYS
-from roll_async.config.loading.paths import keys
 from roll_async.config.schema import AgenticConfig, RLVRConfig
-from roll_async.launch.gate import check_supported
+from roll_async.config.yaml.paths import keys
+from roll_async.launch.checks.gate import check_supported
 from tests.unit.config import test_config_loading as loading
 from tests.unit.config import test_config_rules as rules
 from tests.unit.config.conftest import AGENTIC, RLVR, Remove, edited

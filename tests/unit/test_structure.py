@@ -26,7 +26,7 @@ TO_THE_LOSS = (
     *TO_THE_LOOP[:-1],
     ("roll_async/pipelines/rlvr.py", "learner.learn("),
     ("roll_async/trainer/learner.py", "actor.update_policy("),
-    ("roll_async/cluster/trainer_group.py", '@served({"_worker": WorkerCalls}'),  # Ray's border
+    ("roll_async/cluster/roles/trainer_group.py", '@served({"_worker": WorkerCalls}'),  # Ray's border
     ("roll_async/trainer/megatron/worker.py", "policy_loss("),
     ("roll_async/algorithms/objective.py", "policy_loss_function("),
 )
@@ -62,7 +62,7 @@ def test_a_class_name_has_one_meaning():
 
 def test_a_loss_is_two_files():
     for name in ("sapo|SapoOptions", "gmpo|GmpoOptions"):
-        assert files_that_name(name) == {"algorithms/policy_losses.py", "config/policy_loss_options.py"}
+        assert files_that_name(name) == {"algorithms/policy_losses.py", "config/options/policy_loss_options.py"}
 
 
 def test_a_config_key_is_its_schema_line_and_the_class_that_uses_it():
@@ -78,7 +78,7 @@ def test_a_counter_is_counted_in_one_file_and_listed_in_the_documents():
     listed = (ROOT / "docs_roll" / "metrics.md").read_text()
     examples = {
         "agent/lost_world_processes": "agents/worlds.py",
-        "router/agreement": "trainer/megatron/router_replay.py",
+        "router/agreement": "trainer/megatron/model/router_replay.py",
         "weights/canary_moved": "pipelines/metrics.py",
     }
     for key, file in examples.items():
@@ -95,7 +95,7 @@ def test_an_engine_is_its_file_its_line_among_the_backends_and_its_section_of_th
 
 def test_an_except_for_everything_gives_its_reason_at_the_line_and_outside_user_code_raises_again():
     # Elsewhere user code is asked through `observe/outside.py: border`.
-    user_code = ("algorithms/own_code.py", "rewards/", "inference/vllm_in_process.py", "commands/run.py")
+    user_code = ("algorithms/own_code.py", "rewards/", "inference/vllm/in_process.py", "commands/run.py")
     found = 0
     for path in PACKAGE.rglob("*.py"):
         source = path.read_text()

@@ -8,8 +8,8 @@ import pytest
 
 from roll_async.config.api import load
 from roll_async.inference.settings import EngineSettings, NodeSpan
-from roll_async.inference.sglang_arguments import engine_arguments
-from roll_async.launch.gate import unsupported
+from roll_async.inference.sglang.arguments import engine_arguments
+from roll_async.launch.checks.gate import unsupported
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 MOE, CPU = CONFIGS / "qwen3_30b_a3b_moe.yaml", CONFIGS / "rlvr_config_async_cpu.yaml"

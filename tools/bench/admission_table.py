@@ -22,14 +22,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from roll_async.rollout.manager_options import ManagerOptions
-from roll_async.rollout.server_manager import AsyncLLMServerManager
+from roll_async.rollout.dispatch.manager_options import ManagerOptions
+from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
 from roll_async.schema import Completion, GenerateRequest, SamplingParams
 from roll_async.simulator.clock import VirtualLoop, run_virtual
-from roll_async.simulator.engine import SimEngine
-from roll_async.simulator.models import EngineFaults, LengthModel, SpeedModel, uniform
-from roll_async.simulator.replica import SimReplica
-from roll_async.simulator.text import ScriptedTurn
+from roll_async.simulator.parts.engine import SimEngine
+from roll_async.simulator.parts.models import EngineFaults, LengthModel, SpeedModel, uniform
+from roll_async.simulator.parts.replica import SimReplica
+from roll_async.simulator.parts.text import ScriptedTurn
 
 BUDGET = 0.95
 CAP = 256
@@ -112,7 +112,7 @@ class Backlog:
         )
 
     def turn(self, name: str, prompt: Sequence[int], stops: Sequence[str]) -> ScriptedTurn:
-        """`simulator/engine.py: Samples`. An answer that goes on after an interruption is as long as it was to be."""
+        """`simulator/parts/engine.py: Samples`. An answer that goes on after an interruption keeps its length."""
         length = max(1, round(self._factors[name] * self.setting.lengths.tokens(self._seed, name, name)))
         start = self.setting.prompts.tokens(self._seed, name, f"prompt {name}")
         return ScriptedTurn(start, start + length, False, False)

@@ -35,10 +35,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from roll_async.buffer.states import QueueOptions
 from roll_async.pipelines.protocol import RunPlan
 from roll_async.rollout.chat_scheduler import SchedulerOptions
-from roll_async.rollout.manager_options import ManagerOptions
+from roll_async.rollout.dispatch.manager_options import ManagerOptions
 from roll_async.schema import SamplingParams
 from roll_async.simulator.figures import WARM_UP, figures_of
-from roll_async.simulator.models import EngineFaults, LengthModel, SpeedModel, TrainModel, WorldModel
+from roll_async.simulator.parts.models import EngineFaults, LengthModel, SpeedModel, TrainModel, WorldModel
 from roll_async.simulator.scenario import Scenario
 from roll_async.simulator.world import simulate
 from roll_async.weight_sync.protocol import SyncOptions

@@ -25,12 +25,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from roll_async.checkpoint.conversion import ConversionOptions, hf_to_megatron, megatron_to_hf
-from roll_async.checkpoint.hf_config import HfConfig
-from roll_async.checkpoint.hf_folder import HfFolder, write_known_tensors
+from roll_async.checkpoint.folders.hf_config import HfConfig
+from roll_async.checkpoint.folders.hf_folder import HfFolder, write_known_tensors
+from roll_async.checkpoint.folders.manifest import sync
+from roll_async.checkpoint.folders.safetensors_files import TensorSpec
 from roll_async.checkpoint.hf_names.families import family_of
 from roll_async.checkpoint.hf_names.table import ModelShape
-from roll_async.checkpoint.manifest import sync
-from roll_async.checkpoint.safetensors_files import TensorSpec
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192,

@@ -42,8 +42,8 @@ CASES = {
 async def measure(folder: str, case: str, args: argparse.Namespace) -> dict:
     import psutil
 
-    from roll_async.inference import hf_attention
     from roll_async.inference.backends import create_engine
+    from roll_async.inference.hf import attention as hf_attention
     from roll_async.inference.protocol import PauseMode
     from roll_async.inference.settings import EngineSettings
     from roll_async.schema import GenerateRequest, SamplingParams

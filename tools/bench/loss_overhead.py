@@ -26,7 +26,7 @@ from roll_async.algorithms.correction import CorrectionOptions, correct, correct
 from roll_async.algorithms.kl import kl_estimate
 from roll_async.algorithms.logprobs import token_logprobs
 from roll_async.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs
-from roll_async.config.policy_loss_options import POLICY_LOSS_OPTIONS, ProductRatioLevel, RatioLevel
+from roll_async.config.options.policy_loss_options import POLICY_LOSS_OPTIONS, ProductRatioLevel, RatioLevel
 
 BUDGET = 0.05
 TRUST_LEVELS, WEIGHT_LEVELS = get_args(RatioLevel), get_args(ProductRatioLevel)

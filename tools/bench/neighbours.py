@@ -63,7 +63,7 @@ def work(unit: Callable[[], None]) -> None:
 
 def engine_side(args: argparse.Namespace) -> None:
     from roll_async.inference.settings import EngineSettings
-    from roll_async.inference.vllm_engine import VllmEngine
+    from roll_async.inference.vllm.engine import VllmEngine
     from roll_async.schema import GenerateRequest, SamplingParams
     from tools.bench.rollout_overhead import endless
 

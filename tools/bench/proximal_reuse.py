@@ -75,7 +75,7 @@ def start(size: Size, micro_batching: str, folder: str):
 
     from roll_async.algorithms.correction import CorrectionOptions
     from roll_async.algorithms.objective import LossSettings
-    from roll_async.config.policy_loss_options import PpoOptions
+    from roll_async.config.options.policy_loss_options import PpoOptions
     from roll_async.trainer.megatron.settings import MegatronSettings, OptimizerSettings
     from roll_async.trainer.megatron.worker import MegatronWorker, RankSpec
 

@@ -57,8 +57,8 @@ def measure(kind: str, args: argparse.Namespace) -> None:
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 
-    from roll_async.inference.vllm_packed import pack, unpack
-    from roll_async.inference.vllm_reload import Reload
+    from roll_async.inference.vllm.packed import pack, unpack
+    from roll_async.inference.vllm.reload import Reload
 
     with tempfile.TemporaryDirectory() as folder:
         save_model(kind, args.num_experts, folder)

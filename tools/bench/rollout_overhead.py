@@ -71,13 +71,13 @@ async def measure(
     args: argparse.Namespace, model: str, found: Callable[[str, int, list[float], list[float]], None]
 ) -> None:
     """`found` gets lengths, kept requests, and tokens per second of the rounds through the scheduler and without."""
-    from roll_async.cluster.engine_group import EngineSpec, RayEngineClient
     from roll_async.cluster.node_pool import NodePool
     from roll_async.cluster.placement import place
+    from roll_async.cluster.roles.engine_group import EngineSpec, RayEngineClient
     from roll_async.inference.settings import EngineSettings
-    from roll_async.inference.vllm_engine import VllmEngine
-    from roll_async.rollout.manager_options import ManagerOptions
-    from roll_async.rollout.server_manager import AsyncLLMServerManager
+    from roll_async.inference.vllm.engine import VllmEngine
+    from roll_async.rollout.dispatch.manager_options import ManagerOptions
+    from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
 
     settings = EngineSettings(model_folder=model, dtype="fp32", device="cpu", max_model_len=256, max_running=RUNNING)
     placements = place(None, num_processes=1, num_gpus_per_node=8, num_threads=1)

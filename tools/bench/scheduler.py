@@ -24,8 +24,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from roll_async.inference.protocol import EngineCapabilities, EngineLoad, EngineReport
-from roll_async.rollout.manager_options import ManagerOptions
-from roll_async.rollout.server_manager import AsyncLLMServerManager
+from roll_async.rollout.dispatch.manager_options import ManagerOptions
+from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
 from roll_async.schema import Completion, FinishReason, GenerateRequest, SamplingParams
 
 BUDGET_PER_S, BUDGET_FLAT, BUDGET_PAUSE_S = 5000, 0.8, 0.1

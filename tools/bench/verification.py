@@ -32,7 +32,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from roll_async.prompts.rows import BadRows, Columns, read_rows
 from roll_async.rewards.math_rule import MathRule
-from roll_async.rewards.pool import RewardPool, RewardPoolOptions
+from roll_async.rewards.serving.pool import RewardPool, RewardPoolOptions
 from roll_async.schema import Reward, RewardStatus
 
 BUDGET = 0.9

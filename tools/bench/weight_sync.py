@@ -59,7 +59,6 @@ import torch  # noqa: E402
 
 from roll_async.checkpoint.known_models import known_config  # noqa: E402
 from roll_async.checkpoint.lora_targets import ALL_LINEAR, target_projections  # noqa: E402
-from roll_async.weight_sync import links  # noqa: E402
 from roll_async.weight_sync.bucket import (  # noqa: E402
     ADAPTER_HALVES,
     STAGED,
@@ -78,6 +77,7 @@ from roll_async.weight_sync.transfer import (  # noqa: E402
     open_receiver,
     open_sender,
 )
+from roll_async.weight_sync.transport import links  # noqa: E402
 
 BUDGET, BUCKETS, GROWTH, PAUSE_S = 0.5, 2.0, 1.5, 0.05
 """Least share of the bandwidth of a copy; most extra memory; most time of 8 replicas over 1; pause beside the swap."""

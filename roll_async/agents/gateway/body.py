@@ -1,6 +1,6 @@
 """From the bytes of a request to a turn that is asked for, within bounds; what no client may send is refused here.
 
-It is a function of bytes, so that a long body is read in another process (`agents/beside.py`).
+It is a function of bytes, so that a long body is read in another process (`agents/processes/beside.py`).
 """
 
 from __future__ import annotations

@@ -23,11 +23,11 @@ from types import ModuleType
 
 from aiohttp import web
 
-from roll_async.agents.beside import Beside
 from roll_async.agents.gateway.body import DIALECTS, Asked, read
 from roll_async.agents.gateway.bounds import MAX_BODY_BYTES
 from roll_async.agents.limited_turns import BadRequest, TrajectoryEnded, TurnHandler
 from roll_async.agents.messages import TurnReply
+from roll_async.agents.processes.beside import Beside
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from roll_async.config.user_options import build_options
+from roll_async.config.options.user_options import build_options
 from roll_async.envs.registry import NoOptions, load_class
 from roll_async.prompts.tool_calls import name_of
 from roll_async.rollout.tools import Toolbox

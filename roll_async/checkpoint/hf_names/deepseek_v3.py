@@ -7,7 +7,7 @@ prediction after the last one is left out: neither scoring nor the policy loss u
 
 from __future__ import annotations
 
-from roll_async.checkpoint.hf_config import HfConfig
+from roll_async.checkpoint.folders.hf_config import HfConfig
 from roll_async.checkpoint.hf_names.dense import DENSE_MLP_NORM, EMBEDDING, MLP, OLD_BUFFERS, OUTPUT_PROJECTION
 from roll_async.checkpoint.hf_names.moe import MOE_MLP_NORM, experts, router, routing_fields, shared_experts
 from roll_async.checkpoint.hf_names.table import Family, LayerRange, ParameterRow, moe_layers

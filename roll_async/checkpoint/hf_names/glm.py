@@ -1,8 +1,8 @@
-"""GLM-4-9B, and GLM-4-0414 (9B, 32B), dense: rotate half of each head, in interleaved pairs; gate and up are one tensor."""
+"""GLM-4-9B and GLM-4-0414 (9B, 32B), dense: half of each head rotates, in interleaved pairs; gate and up are one."""
 
 from __future__ import annotations
 
-from roll_async.checkpoint.hf_config import HfConfig
+from roll_async.checkpoint.folders.hf_config import HfConfig
 from roll_async.checkpoint.hf_names.dense import ATTENTION, EMBEDDING, FUSED_MLP, NORMS, OLD_BUFFERS, QKV_BIAS
 from roll_async.checkpoint.hf_names.table import Family, ParameterRow
 

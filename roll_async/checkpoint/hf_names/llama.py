@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from roll_async.checkpoint.hf_config import HfConfig
+from roll_async.checkpoint.folders.hf_config import HfConfig
 from roll_async.checkpoint.hf_names.dense import ATTENTION, EMBEDDING, MLP, NORMS, OLD_BUFFERS
 from roll_async.checkpoint.hf_names.table import Family
 

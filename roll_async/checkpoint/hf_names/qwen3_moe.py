@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from roll_async.checkpoint.hf_config import HfConfig
+from roll_async.checkpoint.folders.hf_config import HfConfig
 from roll_async.checkpoint.hf_names.dense import ATTENTION, DENSE_MLP_NORM, EMBEDDING, MLP, QK_NORM, window_fields
 from roll_async.checkpoint.hf_names.moe import MOE_NORMS, experts, qwen_routing_fields, router
 from roll_async.checkpoint.hf_names.table import Family

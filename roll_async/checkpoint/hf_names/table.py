@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 
-from roll_async.checkpoint.hf_config import HfConfig
+from roll_async.checkpoint.folders.hf_config import HfConfig
 
 
 class Transform(Enum):

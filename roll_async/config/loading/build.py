@@ -10,14 +10,14 @@ from typing import TypeVar, cast
 from dataclasses_json import dataclass_json
 
 from roll_async.config import processor
-from roll_async.config.advantage_options import advantage_options_class
-from roll_async.config.correction_options import carries_behaviour_policy
-from roll_async.config.loading.node import Plain
-from roll_async.config.policy_loss_options import loss_options_class
+from roll_async.config.options.advantage_options import advantage_options_class
+from roll_async.config.options.correction_options import carries_behaviour_policy
+from roll_async.config.options.policy_loss_options import loss_options_class
 from roll_async.config.schema import ROLES, AgenticConfig, PipelineConfig, RLVRConfig
 from roll_async.config.schema_algorithm import AlgorithmConfig
 from roll_async.config.schema_rollout import REWARDS, EnvManagerConfig
 from roll_async.config.schema_worker import STRATEGIES, DataArguments, WorkerConfig
+from roll_async.config.yaml.node import Plain
 
 T = TypeVar("T")
 _AGENTIC_TURN_TOKENS = 512

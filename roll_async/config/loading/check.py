@@ -7,17 +7,17 @@ from collections.abc import Iterable
 
 from roll_async.config.fields import RANGES
 from roll_async.config.loading.devices import parse_devices
-from roll_async.config.loading.diagnostics import MAX_DIAGNOSTICS, Diagnostic, shown
 from roll_async.config.loading.names import FOREIGN_SECTIONS, REFUSED, refusal
-from roll_async.config.loading.node import Node, Plain, diagnostic, leaves, plain, type_name
-from roll_async.config.loading.paths import METRIC_KEY, NAME, PathIndex
-from roll_async.config.loading.scalars import check_scalar, has_type, remedy
 from roll_async.config.loading.spec import CHOSEN_CLASSES, CHOSEN_DEFAULTS, OWN_CLASSES, FieldSpec, spec_of
-from roll_async.config.loading.suggest import closest, foreign_character
 from roll_async.config.schema import ROLES, AgenticConfig, PipelineConfig, RLVRConfig
 from roll_async.config.schema_async import TRACKER_NAMES
 from roll_async.config.schema_rollout import REWARDS, WORLDS, reads_answers
 from roll_async.config.schema_worker import STRATEGY_ROLES, DataArguments
+from roll_async.config.yaml.diagnostics import MAX_DIAGNOSTICS, Diagnostic, shown
+from roll_async.config.yaml.node import Node, Plain, diagnostic, leaves, plain, type_name
+from roll_async.config.yaml.paths import METRIC_KEY, NAME, PathIndex
+from roll_async.config.yaml.scalars import check_scalar, has_type, remedy
+from roll_async.config.yaml.suggest import closest, foreign_character
 
 KIND_CLASSES: dict[str, type[PipelineConfig]] = {"rlvr": RLVRConfig, "agentic": AgenticConfig}
 _MAX_SUGGESTIONS = 50

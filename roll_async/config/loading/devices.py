@@ -2,7 +2,7 @@
 
 import re
 
-from roll_async.config.loading.node import Plain
+from roll_async.config.yaml.node import Plain
 
 MAX_DEVICES = 65_536
 _NUMBER = r"\s*(-?[0-9]{1,18})\s*"

@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from roll_async.config.loading.diagnostics import MAX_DIAGNOSTICS, ConfigError, Diagnostic, shown
-from roll_async.config.loading.node import (
+from roll_async.config.yaml.diagnostics import MAX_DIAGNOSTICS, ConfigError, Diagnostic, shown
+from roll_async.config.yaml.node import (
     MAX_DEPTH,
     MAX_STRING_BYTES,
     MAX_VALUES,
@@ -17,7 +17,7 @@ from roll_async.config.loading.node import (
     plain,
     type_name,
 )
-from roll_async.config.loading.suggest import closest
+from roll_async.config.yaml.suggest import closest
 
 _TOKEN = re.compile(r"\$\$\{|\$\{[^}]*\}|\$\{")
 _NAME = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_-]*(?:\.[A-Za-z_][A-Za-z0-9_-]*)*)\}")

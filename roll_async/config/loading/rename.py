@@ -7,8 +7,6 @@ with two values, is an error (C016).
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from roll_async.config.loading.compose import Sources, merge
-from roll_async.config.loading.diagnostics import Diagnostic
 from roll_async.config.loading.names import (
     ALGORITHM_FIELDS,
     ALIAS_VALUES,
@@ -17,11 +15,13 @@ from roll_async.config.loading.names import (
     SGLANG_ALIASES,
     alias_table,
 )
-from roll_async.config.loading.node import Node, diagnostic, drop, find, put
 from roll_async.config.loading.references import AliasConflict, find_resolved
 from roll_async.config.loading.resources import BLOCK_KEYS, BLOCKS
 from roll_async.config.loading.spec import CHOSEN_CLASSES, CHOSEN_DEFAULTS, spec_of
 from roll_async.config.schema import ROLES
+from roll_async.config.yaml.compose import Sources, merge
+from roll_async.config.yaml.diagnostics import Diagnostic
+from roll_async.config.yaml.node import Node, diagnostic, drop, find, put
 
 _STRATEGY = ("actor_infer", "strategy_args", "strategy_name")
 _CHOICES = (

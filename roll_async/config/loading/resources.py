@@ -3,9 +3,9 @@
 from dataclasses import fields
 
 from roll_async.config.loading.devices import MAX_DEVICES, parse_devices
-from roll_async.config.loading.diagnostics import Diagnostic, shown
-from roll_async.config.loading.node import Node, diagnostic, drop, find, plain, put, type_name
 from roll_async.config.schema import PipelineConfig
+from roll_async.config.yaml.diagnostics import Diagnostic, shown
+from roll_async.config.yaml.node import Node, diagnostic, drop, find, plain, put, type_name
 
 _GPUS_PER_NODE: int = next(f.default for f in fields(PipelineConfig) if f.name == "num_gpus_per_node")  # type: ignore[assignment]
 BLOCKS = {"trainer": "actor_train", "rollout": "actor_infer"}

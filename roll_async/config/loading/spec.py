@@ -7,9 +7,9 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from typing import Literal
 
-from roll_async.config.advantage_options import ADVANTAGE_OPTIONS, OwnAdvantageOptions
 from roll_async.config.fields import Traits
-from roll_async.config.policy_loss_options import POLICY_LOSS_OPTIONS, OwnLossOptions
+from roll_async.config.options.advantage_options import ADVANTAGE_OPTIONS, OwnAdvantageOptions
+from roll_async.config.options.policy_loss_options import POLICY_LOSS_OPTIONS, OwnLossOptions
 from roll_async.config.schema_worker import STRATEGIES
 
 CHOSEN_CLASSES: dict[str, dict[str, type]] = {

@@ -7,10 +7,10 @@ exist; every other rule then still runs.
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 
-from roll_async.config.advantage_options import advantage_options_class
-from roll_async.config.correction_options import CorrectionOptions, RejectionRule
 from roll_async.config.fields import Options, Traits, contradictions
-from roll_async.config.policy_loss_options import loss_options_class
+from roll_async.config.options.advantage_options import advantage_options_class
+from roll_async.config.options.correction_options import CorrectionOptions, RejectionRule
+from roll_async.config.options.policy_loss_options import loss_options_class
 from roll_async.config.rules.shape import number
 
 Finding = tuple[str, str, str]

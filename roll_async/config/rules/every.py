@@ -6,11 +6,11 @@ section.
 
 from collections.abc import Iterable
 
-from roll_async.config.loading.diagnostics import Diagnostic
-from roll_async.config.loading.node import Node, diagnostic, nearest
 from roll_async.config.rules import learning, running_ahead, shape
 from roll_async.config.rules.contradictions import Finding
 from roll_async.config.schema import PipelineConfig
+from roll_async.config.yaml.diagnostics import Diagnostic
+from roll_async.config.yaml.node import Node, diagnostic, nearest
 
 _RULES = (*shape.RULES, *running_ahead.RULES, *learning.RULES)
 

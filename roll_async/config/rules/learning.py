@@ -2,8 +2,8 @@
 
 from dataclasses import asdict
 
-from roll_async.config.advantage_options import AGENTIC_ONLY
-from roll_async.config.correction_options import carries_behaviour_policy
+from roll_async.config.options.advantage_options import AGENTIC_ONLY
+from roll_async.config.options.correction_options import carries_behaviour_policy
 from roll_async.config.rules.shape import Findings, has_lengths, number
 from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig, roles_on_engine_devices
 from roll_async.config.schema_rollout import MAIN_SET

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from datetime import datetime
 
-from roll_async.config.advantage_options import GROUP_RELATIVE
+from roll_async.config.options.advantage_options import GROUP_RELATIVE
 from roll_async.config.prompt_templates import problem_of
 from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig
 from roll_async.config.schema_rollout import EnvManagerConfig

@@ -1,14 +1,14 @@
 """Warnings W02 to W12: allowed, but probably not intended."""
 
 from roll_async.config import processor
-from roll_async.config.loading.diagnostics import Diagnostic
-from roll_async.config.loading.node import Node, find
-from roll_async.config.policy_loss_options import DecoupledPpoOptions, Kimi15Options, KlCovOptions
+from roll_async.config.options.policy_loss_options import DecoupledPpoOptions, Kimi15Options, KlCovOptions
 from roll_async.config.rules.every import placed
 from roll_async.config.rules.shape import Findings
 from roll_async.config.schema import PipelineConfig, RLVRConfig, WorkerConfig
 from roll_async.config.schema_async import InterruptConfig
 from roll_async.config.schema_worker import MegatronInferConfig, MegatronTrainConfig
+from roll_async.config.yaml.diagnostics import Diagnostic
+from roll_async.config.yaml.node import Node, find
 
 _AT_THE_START = ("auto", "recompute", "reuse")
 """Sources of proximal log-probs that are those of the weights before the step."""

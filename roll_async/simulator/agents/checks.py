@@ -10,7 +10,7 @@ from roll_async.agents.play import state_key
 from roll_async.schema import Group, Outcome, Prompt, Sample, SamplingParams, Turn, cut_runs
 from roll_async.simulator.agents.texts import TraceTexts
 from roll_async.simulator.agents.worlds import Fates, Fault, WorldId
-from roll_async.simulator.text import decode, is_sampled, logprobs_of, sampled_as
+from roll_async.simulator.parts.text import decode, is_sampled, logprobs_of, sampled_as
 
 _SAID = re.compile(r"(\d+):(\d+):(\d+)")
 

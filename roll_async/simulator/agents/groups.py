@@ -12,14 +12,14 @@ from roll_async.agents.tools.toolbox import function, toolbox_of
 from roll_async.agents.worlds import AgentParts, TagPlan, WorldRunner
 from roll_async.envs.pool import WorldPool
 from roll_async.envs.registry import WorldSpec
+from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
 from roll_async.rollout.groups import GroupOptions, GroupRunner
-from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.schema import Prompt
 from roll_async.simulator.agents.checks import TraceChecks
 from roll_async.simulator.agents.texts import SimRenderer, TraceTexts
 from roll_async.simulator.agents.worlds import HELD_OUT, Fates, WorldBook, workers
 from roll_async.simulator.invariants import Watch
-from roll_async.simulator.roles import SimPrompts, SimTool
+from roll_async.simulator.parts.roles import SimPrompts, SimTool
 from roll_async.simulator.watched import SeenSource
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
 """Chats on the virtual clock: a template, and what the fake engines sample for turns of trajectories.
 
 Template: the first letter of the role, what was said, `$`; then `a` for the turn that comes. One token per character;
-what was rendered is told from what was sampled by its kind (`simulator/text.py`). Worked example: `u7:0:1$a`, turn of 3
-tokens, `u7:0:2$a`: the world 0 of task 7 after its first and its second move.
+what was rendered is told from what was sampled by its kind (`simulator/parts/text.py`). Worked example: `u7:0:1$a`,
+turn of 3 tokens, `u7:0:2$a`: the world 0 of task 7 after its first and its second move.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from roll_async.agents.messages import Message
 from roll_async.agents.rendering import Rendered, SampledTurn
 from roll_async.prompts.tool_calls import HERMES
-from roll_async.simulator.models import LengthModel, ToolModel, uniform
-from roll_async.simulator.text import END, RENDERED, ScriptedTurn, decode, is_sampled
+from roll_async.simulator.parts.models import LengthModel, ToolModel, uniform
+from roll_async.simulator.parts.text import END, RENDERED, ScriptedTurn, decode, is_sampled
 
 END_MARK = decode((END,))
 
@@ -59,7 +59,7 @@ class SimRenderer:
 
 
 class TraceTexts:
-    """`simulator/text.py: Texts` of trajectories: where a turn begins is what was rendered last."""
+    """`simulator/parts/text.py: Texts` of trajectories: where a turn begins is what was rendered last."""
 
     def __init__(self, seed: int, lengths: LengthModel, tools: ToolModel | None = None) -> None:
         self._seed, self._lengths, self._tools = seed, lengths, tools

@@ -19,7 +19,7 @@ from typing import Protocol
 from roll_async.envs.pool import WorldWorker
 from roll_async.envs.protocol import GraderFailed, WorldFailed
 from roll_async.processes.pool import ProcessPool
-from roll_async.simulator.models import WorldModel, uniform
+from roll_async.simulator.parts.models import WorldModel, uniform
 
 _NEVER_S = 1e9
 _NORMAL = NormalDist()

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from roll_async.trainer.megatron import engine_import
+from roll_async.trainer.megatron.state import engine_import
 
 CPU = torch.device("cpu")
 FACTORIES = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from roll_async.checkpoint.hf_config import HfConfig
+from roll_async.checkpoint.folders.hf_config import HfConfig
 from roll_async.checkpoint.hf_names.families import family_of
 from roll_async.checkpoint.hf_names.value_head import language_model
 from roll_async.checkpoint.lora_targets import target_layers
@@ -18,7 +18,7 @@ from roll_async.trainer.megatron.settings import MegatronSettings
 
 _DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _LOGITS_BYTES, _CHUNK_BYTES = 1 << 30, 3 * (128 << 20)
-"""Of the logits of one piece (trainer/megatron/output_head.py), and of the float32 copies of a chunk of them."""
+"""Of the logits of one piece (trainer/megatron/model/output_head.py), and of the float32 copies of a chunk of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

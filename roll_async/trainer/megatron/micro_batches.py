@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from roll_async.schema import ExpertRows
+from roll_async.trainer.megatron.model.shapes import pack_multiple, padded_length
 from roll_async.trainer.megatron.settings import MegatronSettings
-from roll_async.trainer.megatron.shapes import pack_multiple, padded_length
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,11 +19,11 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from roll_async.algorithms.logprobs import TokenLogprobs
-from roll_async.trainer.megatron.layer_spec import choose_layers
 from roll_async.trainer.megatron.micro_batches import MicroBatch, ModelFeed, StepRows, cut, rows_of
-from roll_async.trainer.megatron.output_head import OutputHead, logprobs_of_hidden
+from roll_async.trainer.megatron.model.layer_spec import choose_layers
+from roll_async.trainer.megatron.model.output_head import OutputHead, logprobs_of_hidden
+from roll_async.trainer.megatron.model.router_replay import RouterReplay
 from roll_async.trainer.megatron.ranks import context_group, context_share, tensor_group
-from roll_async.trainer.megatron.router_replay import RouterReplay
 from roll_async.trainer.megatron.settings import MegatronSettings
 from roll_async.trainer.megatron.shares import MiniBatch
 

@@ -18,10 +18,10 @@ from roll_async.algorithms.aggregation import Denominators
 from roll_async.algorithms.objective import LossSettings, count_parts
 from roll_async.algorithms.policy_losses import ZERO_GRADIENT_WITHOUT_ADVANTAGE
 from roll_async.trainer.megatron.micro_batches import StepRows
-from roll_async.trainer.megatron.model_flops import ModelFlops
-from roll_async.trainer.megatron.partition import Parts, RowPlan, plan_rows
+from roll_async.trainer.megatron.model.model_flops import ModelFlops
+from roll_async.trainer.megatron.model.partition import Parts, RowPlan, plan_rows
+from roll_async.trainer.megatron.model.shapes import padded_length
 from roll_async.trainer.megatron.settings import MegatronSettings
-from roll_async.trainer.megatron.shapes import padded_length
 from roll_async.trainer.protocol import PolicyRows, TokenRows, ValueRows, mini_batch_ranges
 
 _POLICY_FIELDS = (

@@ -24,23 +24,23 @@ cpu_shim.install()
 from roll_async.algorithms.aggregation import Denominators, aggregate  # noqa: E402
 from roll_async.algorithms.critic import value_loss  # noqa: E402
 from roll_async.algorithms.objective import policy_loss, step_metrics  # noqa: E402
-from roll_async.checkpoint.hf_folder import write_hf_folder  # noqa: E402
+from roll_async.checkpoint.folders.hf_folder import write_hf_folder  # noqa: E402
 from roll_async.checkpoint.lora import write_adapter  # noqa: E402
 from roll_async.trainer.megatron import ranks  # noqa: E402
-from roll_async.trainer.megatron.checkpoints import RoleCheckpoint  # noqa: E402
-from roll_async.trainer.megatron.device_state import DeviceState  # noqa: E402
-from roll_async.trainer.megatron.host_state import host_state  # noqa: E402
-from roll_async.trainer.megatron.lora import adapters_off  # noqa: E402
 from roll_async.trainer.megatron.micro_batches import MicroBatch  # noqa: E402
-from roll_async.trainer.megatron.model import TORCH_DTYPES, HfBackedModel  # noqa: E402
-from roll_async.trainer.megatron.model_flops import peak_tflops  # noqa: E402
-from roll_async.trainer.megatron.optimizer import build_optimizer, wrap  # noqa: E402
+from roll_async.trainer.megatron.model.lora import adapters_off  # noqa: E402
+from roll_async.trainer.megatron.model.model import TORCH_DTYPES, HfBackedModel  # noqa: E402
+from roll_async.trainer.megatron.model.model_flops import peak_tflops  # noqa: E402
+from roll_async.trainer.megatron.model.router_replay import RouterReplay  # noqa: E402
 from roll_async.trainer.megatron.ranks import RankSpec  # noqa: E402
-from roll_async.trainer.megatron.router_replay import RouterReplay  # noqa: E402
 from roll_async.trainer.megatron.runner import LossOfMicroBatch, ModelRunner  # noqa: E402
 from roll_async.trainer.megatron.schedule import Schedule  # noqa: E402
 from roll_async.trainer.megatron.settings import MegatronSettings  # noqa: E402
 from roll_async.trainer.megatron.shares import BatchSplitter, DataParallelShard, MiniBatch, ModelTraits  # noqa: E402
+from roll_async.trainer.megatron.state.checkpoints import RoleCheckpoint  # noqa: E402
+from roll_async.trainer.megatron.state.device_state import DeviceState  # noqa: E402
+from roll_async.trainer.megatron.state.host_state import host_state  # noqa: E402
+from roll_async.trainer.megatron.state.optimizer import build_optimizer, wrap  # noqa: E402
 from roll_async.trainer.protocol import STATE_KINDS, StateMemory, TokenRows  # noqa: E402
 from roll_async.weight_sync.bucket import Content  # noqa: E402
 from roll_async.weight_sync.transfer import TensorPart, joined  # noqa: E402

@@ -29,10 +29,10 @@ from roll_async.envs.registry import WorldSpec, build
 from roll_async.envs.worlds.question_rows import read_questions
 from roll_async.launch.rollout_only import rolled
 from roll_async.pipelines.validation import HeldOut, SetSampling, Validation
-from roll_async.rollout.group_filter import GroupFilter
+from roll_async.rollout.dispatch.requests import Interrupted
+from roll_async.rollout.filters.group_filter import GroupFilter
 from roll_async.rollout.group_source import GroupFate
 from roll_async.rollout.groups import GroupOptions, GroupRunner
-from roll_async.rollout.requests import Interrupted
 from roll_async.rollout.trace_tree import TraceTree
 from roll_async.schema import Completion, FinishReason, Outcome, SamplingParams
 from tests.patience import patient

@@ -35,15 +35,15 @@ from roll_async.envs.protocol import GraderFailed, WorldFailed
 from roll_async.envs.registry import WorldSpec
 from roll_async.observe.outside import OutsideError, asked, border, number, text_of
 from roll_async.pipelines.metrics import ratio_metrics
-from roll_async.rewards import worker as reward_worker
-from roll_async.rewards.pool import reward_of
 from roll_async.rewards.registry import Judge
-from roll_async.rewards.router import RewardRouter
+from roll_async.rewards.serving import worker as reward_worker
+from roll_async.rewards.serving.pool import reward_of
+from roll_async.rewards.serving.router import RewardRouter
 from roll_async.rewards.verdict import Verdict
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
-from roll_async.rollout.group_filter import GroupFilter
+from roll_async.rollout.dispatch.requests import Interrupted
+from roll_async.rollout.filters.group_filter import GroupFilter
 from roll_async.rollout.groups import GroupOptions, GroupRunner
-from roll_async.rollout.requests import Interrupted
 from roll_async.rollout.rollouter import Rollouter
 from roll_async.schema import Completion, FinishReason, Prompt, Reward, RewardStatus, SamplingParams
 from roll_async.simulator.clock import run_virtual

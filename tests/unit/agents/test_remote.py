@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from roll_async.agents.gateway.server import PolicyGateway
-from roll_async.agents.remote import RemoteModel, RemoteOptions, RemoteTurns
+from roll_async.agents.processes.remote import RemoteModel, RemoteOptions, RemoteTurns
 
 sys.path.insert(0, str(Path(__file__).parent))
 from remote_api import KEY, Remote, answer, chat, listening

@@ -16,7 +16,7 @@ from roll_async.algorithms.aggregation import (
 from roll_async.algorithms.correction import CorrectionOptions, correct
 from roll_async.algorithms.kl import kl_estimate
 from roll_async.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs
-from roll_async.config.policy_loss_options import POLICY_LOSS_OPTIONS
+from roll_async.config.options.policy_loss_options import POLICY_LOSS_OPTIONS
 
 FIELDS = ("logprobs", "proximal", "behaviour", "advantages", "segments", "selection", "mask")
 

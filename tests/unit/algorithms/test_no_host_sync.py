@@ -9,7 +9,7 @@ from roll_async.algorithms.critic import value_loss
 from roll_async.algorithms.kl import KL_ESTIMATORS, full_kl, kl_estimate
 from roll_async.algorithms.logprobs import merge_vocab_shards, token_logprobs
 from roll_async.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs
-from roll_async.config.policy_loss_options import POLICY_LOSS_OPTIONS
+from roll_async.config.options.policy_loss_options import POLICY_LOSS_OPTIONS
 
 B, T, V = 3, 5, 11
 LEVELS = {"ppo": 3, "decoupled_ppo": 3, "tis": 4, "cispo": 4, "topr": 4}

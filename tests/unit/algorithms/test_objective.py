@@ -9,7 +9,7 @@ from roll_async.algorithms.aggregation import AGGREGATION_MODES
 from roll_async.algorithms.correction import CorrectionOptions, RejectionRule, correct, correction_metrics
 from roll_async.algorithms.logprobs import TokenLogprobs
 from roll_async.algorithms.objective import LossSettings, count_parts, policy_loss, step_metrics
-from roll_async.config.policy_loss_options import (
+from roll_async.config.options.policy_loss_options import (
     DecoupledPpoOptions,
     GspoOptions,
     Kimi15Options,

@@ -8,7 +8,7 @@ import torch
 
 from roll_async.algorithms.aggregation import aggregate, count_denominators
 from roll_async.algorithms.policy_losses import POLICY_LOSSES, ZERO_GRADIENT_WITHOUT_ADVANTAGE, PolicyLossInputs
-from roll_async.config.policy_loss_options import POLICY_LOSS_OPTIONS
+from roll_async.config.options.policy_loss_options import POLICY_LOSS_OPTIONS
 
 CASES = [
     ("vanilla", {}),

@@ -20,7 +20,7 @@ from roll_async.algorithms.kl import full_kl, kl_estimate, kl_in_reward, update_
 from roll_async.algorithms.masked import segment_ids_from_mask, whiten
 from roll_async.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs
 from roll_async.algorithms.token_selection import select_clip_cov, select_kl_cov, select_m2po
-from roll_async.config.policy_loss_options import (
+from roll_async.config.options.policy_loss_options import (
     POLICY_LOSS_OPTIONS,
     ClipCovOptions,
     KlCovOptions,

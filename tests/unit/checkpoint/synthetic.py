@@ -4,10 +4,10 @@ import json
 
 import torch
 
-from roll_async.checkpoint.hf_config import HfConfig
+from roll_async.checkpoint.folders.hf_config import HfConfig
+from roll_async.checkpoint.folders.safetensors_files import SafetensorsWriter, TensorSpec
 from roll_async.checkpoint.hf_names.families import family_of
 from roll_async.checkpoint.hf_names.table import shape_of
-from roll_async.checkpoint.safetensors_files import SafetensorsWriter, TensorSpec
 
 BASE = {
     "vocab_size": 24, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 3, "num_attention_heads": 4,

@@ -16,14 +16,14 @@ import synthetic
 
 from roll_async.checkpoint.comparison import compare
 from roll_async.checkpoint.conversion import ConversionOptions, hf_to_megatron, megatron_to_hf
-from roll_async.checkpoint.find_model import find_model
-from roll_async.checkpoint.hf_folder import HfFolder, write_hf_folder
+from roll_async.checkpoint.folders.find_model import find_model
+from roll_async.checkpoint.folders.hf_folder import HfFolder, write_hf_folder
+from roll_async.checkpoint.folders.manifest import write_manifest
+from roll_async.checkpoint.folders.megatron_folder import MegatronFolder, Piece, write_megatron_folder
+from roll_async.checkpoint.folders.stored_keys import key_to_write, keys_to_read
 from roll_async.checkpoint.hf_names.families import family_of
 from roll_async.checkpoint.hf_names.table import ModelShape, shape_of
 from roll_async.checkpoint.hf_names.value_head import as_critic
-from roll_async.checkpoint.manifest import write_manifest
-from roll_async.checkpoint.megatron_folder import MegatronFolder, Piece, write_megatron_folder
-from roll_async.checkpoint.stored_keys import key_to_write, keys_to_read
 from roll_async.commands.convert import run_convert
 
 PLAIN = ConversionOptions()

@@ -9,7 +9,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import synthetic
 
-from roll_async.checkpoint.hf_config import HfConfig
+from roll_async.checkpoint.folders.hf_config import HfConfig
 from roll_async.checkpoint.hf_names.families import FAMILIES, family_of
 from roll_async.checkpoint.hf_names.table import ParameterRow, Transform, shape_of
 from roll_async.checkpoint.transforms import HeadLayout, shard, to_hf, to_megatron, unshard

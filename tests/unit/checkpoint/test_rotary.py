@@ -5,7 +5,7 @@ import pytest
 transformers = pytest.importorskip("transformers")
 import torch
 
-from roll_async.checkpoint.hf_config import HfConfig
+from roll_async.checkpoint.folders.hf_config import HfConfig
 from roll_async.checkpoint.rotary import Rotary
 
 CONTEXT = {"original_max_position_embeddings": 256}

@@ -10,8 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from roll_async.checkpoint import manifest, run_checkpoints
-from roll_async.checkpoint.manifest import check_files, fingerprint, read_manifest, write_manifest
+from roll_async.checkpoint import run_checkpoints
+from roll_async.checkpoint.folders import manifest
+from roll_async.checkpoint.folders.manifest import check_files, fingerprint, read_manifest, write_manifest
 from roll_async.checkpoint.run_checkpoints import RunCheckpoints
 from roll_async.observe.sample_dump import SampleDump
 from roll_async.pipelines.checkpoint import LoopCheckpoint, restore_loop

@@ -5,8 +5,8 @@ import gc
 import pytest
 import torch
 
-from roll_async.checkpoint.tensor_bytes import bytes_of
-from roll_async.checkpoint.torch_files import disk_errors
+from roll_async.checkpoint.folders.tensor_bytes import bytes_of
+from roll_async.checkpoint.folders.torch_files import disk_errors
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.float32, torch.bfloat16])

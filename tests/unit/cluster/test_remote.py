@@ -234,7 +234,7 @@ TARGETS = [(RequestTraffic, EngineHost), (TakesWeights, Engine), (RolloutCalls, 
 def test_what_answers_a_call_of_a_reward_host_has_its_parameters():
     pytest.importorskip("ray")
     pytest.importorskip("transformers")
-    from roll_async.cluster.reward_group import RewardCalls, RewardHost
+    from roll_async.cluster.roles.reward_group import RewardCalls, RewardHost
 
     inside = RewardHost.__ray_metadata__.modified_class
     test_what_answers_a_call_has_its_parameters(RewardCalls, inside)
@@ -243,7 +243,7 @@ def test_what_answers_a_call_of_a_reward_host_has_its_parameters():
 def test_what_answers_a_call_of_a_rank_has_its_parameters():
     pytest.importorskip("ray")
     pytest.importorskip("megatron.core")
-    from roll_async.cluster.trainer_group import WorkerCalls
+    from roll_async.cluster.roles.trainer_group import WorkerCalls
     from roll_async.trainer.megatron.worker import MegatronWorker
 
     test_what_answers_a_call_has_its_parameters(WorkerCalls, MegatronWorker)

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("ray")
 
 from roll_async.buffer.errors import StallError
-from roll_async.cluster.trainer_group import RankCalls, RayTrainerGroup
+from roll_async.cluster.roles.trainer_group import RankCalls, RayTrainerGroup
 
 
 class Rank:

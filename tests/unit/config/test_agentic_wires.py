@@ -12,7 +12,7 @@ from roll_async.config.loading.spec import spec_of
 from roll_async.config.rules.every import check_rules
 from roll_async.config.schema import AgenticConfig
 from roll_async.config.schema_rollout import ToolConfig
-from roll_async.launch.gate import refusals
+from roll_async.launch.checks.gate import refusals
 from tests.unit.config.test_no_inert_key import candidates, changed
 from tests.unit.config.wires import OF_AGENTS, agentic_settings_of, cut, wires
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from roll_async.cli import main
-from roll_async.commands.validate import run_validate
+from roll_async.commands.configs.validate import run_validate
 from roll_async.config.api import ConfigError, dump, load, load_with_warnings
-from roll_async.config.lookup import resolve_config
+from roll_async.config.loading.lookup import resolve_config
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SHIPPED = sorted([*REPOSITORY.glob("configs/*.yaml"), *REPOSITORY.glob("examples/**/*.yaml")])
@@ -311,7 +311,9 @@ def run_python(code: str) -> str:
 
 def test_loading_works_where_heavy_libraries_can_not_be_imported():
     blocked = "\n".join(f"sys.modules[{name!r}] = None" for name in HEAVY)
-    command = f"from roll_async.commands.validate import run_validate\nsys.exit(run_validate([{str(SHIPPED[0])!r}]))"
+    command = (
+        f"from roll_async.commands.configs.validate import run_validate\nsys.exit(run_validate([{str(SHIPPED[0])!r}]))"
+    )
     code = f"import sys\n{blocked}\n{command}"
     assert "ok: " in run_python(code)
 
@@ -319,7 +321,7 @@ def test_loading_works_where_heavy_libraries_can_not_be_imported():
 def test_loading_does_not_try_to_import_heavy_libraries():
     code = (
         "import sys\nfrom roll_async.config.api import load\n"
-        "import roll_async.config.lookup, roll_async.commands.validate\n"
+        "import roll_async.config.loading.lookup, roll_async.commands.configs.validate\n"
         f"load({str(SHIPPED[0])!r})\nprint(sorted(set(sys.modules) & set({HEAVY!r})))"
     )
     assert run_python(code) == "[]\n"

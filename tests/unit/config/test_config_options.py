@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 
-from roll_async.config.advantage_options import ADVANTAGE_OPTIONS, AGENTIC_ONLY
 from roll_async.config.api import ConfigError, load
-from roll_async.config.correction_options import CorrectionOptions, RejectionRule, carries_behaviour_policy
 from roll_async.config.fields import RANGES
 from roll_async.config.loading.spec import spec_of
-from roll_async.config.policy_loss_options import POLICY_LOSS_OPTIONS
+from roll_async.config.options.advantage_options import ADVANTAGE_OPTIONS, AGENTIC_ONLY
+from roll_async.config.options.correction_options import CorrectionOptions, RejectionRule, carries_behaviour_policy
+from roll_async.config.options.policy_loss_options import POLICY_LOSS_OPTIONS
 
 PROBES = (-1.0, 0.0, 1e-9, 0.5, 1.0, 1.0000001, 2.0, 1e9)
 ALL_OPTIONS = sorted(

@@ -12,9 +12,9 @@ import yaml
 
 from roll_async.config.api import ConfigError, dump, load, load_with_warnings
 from roll_async.config.loading.check import KIND_CLASSES
-from roll_async.config.loading.diagnostics import MAX_LINE_CHARS
-from roll_async.config.loading.node import MAX_FILE_BYTES
-from roll_async.config.loading.paths import keys
+from roll_async.config.yaml.diagnostics import MAX_LINE_CHARS
+from roll_async.config.yaml.node import MAX_FILE_BYTES
+from roll_async.config.yaml.paths import keys
 from tests.patience import patient
 
 hypothesis = pytest.importorskip("hypothesis")

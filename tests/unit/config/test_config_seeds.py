@@ -10,9 +10,9 @@ import yaml
 from roll_async.config.api import load, load_with_warnings
 from roll_async.config.loading.build import to_plain
 from roll_async.config.loading.devices import parse_devices
-from roll_async.config.loading.diagnostics import ConfigError
 from roll_async.config.loading.names import ALGORITHM_FIELDS
 from roll_async.config.schema import AgenticConfig, RLVRConfig
+from roll_async.config.yaml.diagnostics import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
 AGENTIC_EXAMPLE = """\

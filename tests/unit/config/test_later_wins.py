@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from roll_async.config.api import ConfigError, load
-from roll_async.config.loading.compose import read_sources
 from roll_async.config.loading.names import SGLANG_ALIASES, alias_table
-from roll_async.config.loading.node import find, plain
 from roll_async.config.loading.rename import compose
-from roll_async.config.loading.yaml_text import parse
 from roll_async.config.schema import RLVRConfig
+from roll_async.config.yaml.compose import read_sources
+from roll_async.config.yaml.node import find, plain
+from roll_async.config.yaml.yaml_text import parse
 
 ROOT = Path(__file__).resolve().parents[3]
 STRATEGY = "actor_infer.strategy_args"

@@ -14,16 +14,16 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
 from named_mutants import NAMED
 
-from roll_async.config.advantage_options import ADVANTAGE_OPTIONS, AGENTIC_ONLY
 from roll_async.config.api import ConfigError, Loaded, load_with_warnings
-from roll_async.config.correction_options import RejectionRule
 from roll_async.config.loading.spec import CHOSEN_CLASSES, FieldSpec, spec_of
+from roll_async.config.options.advantage_options import ADVANTAGE_OPTIONS, AGENTIC_ONLY
+from roll_async.config.options.correction_options import RejectionRule
 from roll_async.config.rules.every import check_rules
 from roll_async.config.rules.warn import find_warnings
 from roll_async.config.schema import PipelineConfig, RLVRConfig
 from roll_async.config.schema_worker import STRATEGY_ROLES
 from roll_async.inference.settings import EngineSettings
-from roll_async.launch.gate import refusals
+from roll_async.launch.checks.gate import refusals
 from tests.unit.config.wires import OF_AGENTS, OF_STARTS, cut, settings_of, started_with, wires
 
 TRAIN, ENGINE = "actor_train.strategy_args", "actor_infer.strategy_args"

@@ -4,10 +4,10 @@ import pytest
 import yaml
 
 from roll_async.cli import main
-from roll_async.commands.port import ported
+from roll_async.commands.configs.port import ported
 from roll_async.config.api import ConfigError, load, load_with_warnings
-from roll_async.config.loading.suggest import closest
-from roll_async.config.porting import AnotherPipeline
+from roll_async.config.loading.porting import AnotherPipeline
+from roll_async.config.yaml.suggest import closest
 from tests.unit.config.conftest import AGENTIC, RLVR, edited
 
 WORKER_CLS = "roll.pipeline.rlvr.rewards"

@@ -27,11 +27,11 @@ from pytest import MonkeyPatch
 
 from roll_async.algorithms.objective import LossSettings
 from roll_async.buffer.states import QueueOptions
-from roll_async.cluster.engine_group import RayEngineClient
-from roll_async.cluster.reward_group import HostPlan, RayScorer
-from roll_async.cluster.rollout_process import RolloutProcess
-from roll_async.cluster.trainer_group import RayTrainerGroup
-from roll_async.cluster.training_role import TrainingRole
+from roll_async.cluster.roles.engine_group import RayEngineClient
+from roll_async.cluster.roles.reward_group import HostPlan, RayScorer
+from roll_async.cluster.roles.rollout_process import RolloutProcess
+from roll_async.cluster.roles.trainer_group import RayTrainerGroup
+from roll_async.cluster.roles.training_role import TrainingRole
 from roll_async.commands import run as commands_run
 from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig
 from roll_async.inference.settings import EngineSettings
@@ -45,10 +45,10 @@ from roll_async.pipelines.protocol import RunPlan
 from roll_async.pipelines.wire import EngineOptions, RolloutOptions
 from roll_async.prompts.load import DataOptions
 from roll_async.prompts.pool import PromptPoolOptions
-from roll_async.rewards import router
+from roll_async.rewards.serving import router
 from roll_async.rollout.chat_scheduler import SchedulerOptions
-from roll_async.rollout.filter_budget import BudgetOptions
-from roll_async.rollout.manager_options import ManagerOptions
+from roll_async.rollout.dispatch.manager_options import ManagerOptions
+from roll_async.rollout.filters.filter_budget import BudgetOptions
 from roll_async.rollout.scoring import ScoringOptions
 from roll_async.trainer.learner import LearnerOptions
 from roll_async.trainer.megatron.settings import MegatronSettings, OptimizerSettings

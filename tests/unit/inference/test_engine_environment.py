@@ -6,8 +6,9 @@ import pytest
 
 pytest.importorskip("psutil")
 
-from roll_async.inference import sglang_arguments, vllm_arguments
 from roll_async.inference.settings import EngineSettings
+from roll_async.inference.sglang import arguments as sglang_arguments
+from roll_async.inference.vllm import arguments as vllm_arguments
 
 
 @pytest.fixture

@@ -237,7 +237,7 @@ def test_sleep_drops_an_update_first_and_weights_of_level_2_are_those_of_the_nex
 
 def test_a_device_that_fails_is_the_death_of_an_engine_that_computes_in_its_own_process():
     torch = pytest.importorskip("torch")
-    from roll_async.inference.hf_engine import HfEngine
+    from roll_async.inference.hf.engine import HfEngine
 
     engine = HfEngine(EngineSettings(model_folder="m", dtype="fp32", device="cpu", max_model_len=64))
     with pytest.raises(EngineDead, match="an illegal memory access"), engine._library():

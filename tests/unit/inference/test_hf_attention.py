@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("transformers")
 
-from roll_async.inference.hf_attention import _attend, _by_kind
+from roll_async.inference.hf.attention import _attend, _by_kind
 
 REQUESTS = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6)), min_size=1, max_size=8)
 """Queries of this step and tokens in the cache before it: decoding, prefilling, going on with a prefill."""

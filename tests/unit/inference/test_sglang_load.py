@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from roll_async.inference.sglang_load import SglangLoadReader
+from roll_async.inference.sglang.load import SglangLoadReader
 
 
 class Snapshots:

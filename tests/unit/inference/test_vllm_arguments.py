@@ -9,7 +9,7 @@ import pytest
 from roll_async.config.api import load
 from roll_async.config.schema import VllmConfig
 from roll_async.inference.settings import EngineSettings, NodeSpan
-from roll_async.inference.vllm_arguments import _arguments, _check_attention, _check_span, in_this_process
+from roll_async.inference.vllm.arguments import _arguments, _check_attention, _check_span, in_this_process
 
 
 @pytest.mark.parametrize(

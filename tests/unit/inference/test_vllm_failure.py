@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from roll_async.inference.vllm_failure import first_exception, start_errors
+from roll_async.inference.vllm.failure import first_exception, start_errors
 
 WORKER = """\
 WorkerProc failed to start.

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from roll_async.inference.vllm_progress import ProgressReader
+from roll_async.inference.vllm.progress import ProgressReader
 
 
 def front_end(tokens, logprobs, versions):

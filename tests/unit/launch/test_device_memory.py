@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 from roll_async.checkpoint.known_models import known_config
 from roll_async.cli import main
 from roll_async.config.api import load_with_warnings
-from roll_async.launch.device_memory import device_uses, require_fit
+from roll_async.launch.checks.device_memory import device_uses, require_fit
 from roll_async.trainer.megatron.memory_estimate import num_parameters, rank_memory
 from roll_async.trainer.megatron.settings import MegatronSettings, OptimizerSettings, ParallelSizes
 

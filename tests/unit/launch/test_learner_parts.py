@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("ray")
 
-from roll_async.cluster.trainer_group import BasePolicy
+from roll_async.cluster.roles.trainer_group import BasePolicy
 from roll_async.config.api import load
 from roll_async.launch.run import learner_parts
 

@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("ray")
 
 from roll_async.config.api import load
-from roll_async.launch import needs
-from roll_async.launch.needs import gpus_here, needs_elsewhere
+from roll_async.launch.checks import needs
+from roll_async.launch.checks.needs import gpus_here, needs_elsewhere
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 SEVEN = load(CONFIGS / "rlvr_config_async.yaml")

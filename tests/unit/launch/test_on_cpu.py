@@ -7,8 +7,8 @@ import pytest
 
 from roll_async.config.api import ConfigError, load
 from roll_async.config.schema import RLVRConfig
-from roll_async.launch.gate import check_supported
-from roll_async.launch.on_cpu import cpu_overrides, take_device
+from roll_async.launch.checks.gate import check_supported
+from roll_async.launch.checks.on_cpu import cpu_overrides, take_device
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 RLVR = [path for path in sorted(CONFIGS.glob("*.yaml")) if isinstance(load(path), RLVRConfig)]
@@ -38,7 +38,7 @@ def test_what_the_user_overrides_comes_later():
 
 
 def test_an_engine_that_is_not_installed_here_is_hf_infer(monkeypatch):
-    from roll_async.launch import on_cpu
+    from roll_async.launch.checks import on_cpu
 
     path, key = CONFIGS / "rlvr_config_async.yaml", "actor_infer.strategy_args.strategy_name"
     for lacking, engine in (([(key, "sglang is not installed here")], "hf_infer"), ([], "sglang")):

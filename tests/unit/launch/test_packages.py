@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from roll_async.commands.configs.validate import run_validate
 from roll_async.commands.run import prepare
-from roll_async.commands.validate import run_validate
 from roll_async.config.api import ConfigError, load
-from roll_async.launch import packages
-from roll_async.launch.packages import missing_packages
+from roll_async.launch.checks import packages
+from roll_async.launch.checks.packages import missing_packages
 
 ROOT = Path(__file__).resolve().parents[3]
 CPU, SEVEN = ROOT / "configs/rlvr_config_async_cpu.yaml", ROOT / "configs/rlvr_config_async.yaml"
@@ -123,7 +123,7 @@ def test_a_run_of_this_machine_is_refused_by_validate_too_and_one_with_devices_i
 
 def test_every_line_names_an_extra_that_exists():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    source = (ROOT / "roll_async/launch/packages.py").read_text()
+    source = (ROOT / "roll_async/launch/checks/packages.py").read_text()
     named = {*re.findall(r"roll_async\[([a-z0-9-]+)\]", source), *(n.replace("_", "-") for n in packages._EXTRAS)}
     assert named <= set(extras) and "sglang" in named
     assert find_spec("yaml")  # the fixture hides packages from the check alone

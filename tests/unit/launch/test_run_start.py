@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from roll_async.checkpoint.manifest import write_manifest
+from roll_async.checkpoint.folders.manifest import write_manifest
 from roll_async.checkpoint.run_checkpoints import RunCheckpoints, checkpoints_in
 from roll_async.commands import runs
 from roll_async.config.api import load

@@ -12,8 +12,8 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "tools"))
 import shipped_configs
 
-from roll_async.launch.device_memory import device_uses, require_fit
-from roll_async.launch.gate import check_supported
+from roll_async.launch.checks.device_memory import device_uses, require_fit
+from roll_async.launch.checks.gate import check_supported
 
 SHIPPED = shipped_configs.shipped()
 

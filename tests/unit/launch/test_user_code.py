@@ -8,10 +8,10 @@ import pytest
 
 from roll_async.agents.tools.toolbox import TOOLS
 from roll_async.config.api import ConfigError
-from roll_async.config.user_options import build_options
+from roll_async.config.options.user_options import build_options
 from roll_async.envs.registry import WORLDS, NoOptions
-from roll_async.launch.gate import check_supported
-from roll_async.launch.user_code import _bound, _options, _source, _spec
+from roll_async.launch.checks.gate import check_supported
+from roll_async.launch.checks.user_code import _bound, _options, _source, _spec
 
 ROOT = Path(__file__).resolve().parents[3]
 CPU, AGENTIC = ROOT / "configs/rlvr_config_async_cpu.yaml", ROOT / "configs/agentic_frozen_lake_async_cpu.yaml"

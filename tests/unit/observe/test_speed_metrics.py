@@ -12,7 +12,7 @@ from roll_async.observe.memory import peak_bytes
 from roll_async.observe.progress import ProgressLine
 from roll_async.observe.recorder import REQUIRED_KEYS, Recorder
 from roll_async.observe.run_folder import RunFolder
-from roll_async.rollout.server_counts import ServerCounts
+from roll_async.rollout.dispatch.server_counts import ServerCounts
 
 
 class FakeNvml:

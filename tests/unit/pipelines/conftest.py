@@ -22,7 +22,7 @@ from roll_async.pipelines.wire import (
     build_rollout,
 )
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
-from roll_async.rollout.manager_options import ManagerOptions
+from roll_async.rollout.dispatch.manager_options import ManagerOptions
 from roll_async.schema import SamplingParams
 from roll_async.trainer.protocol import StepReport
 from roll_async.weight_sync.bucket import Block, Bucket

@@ -3,7 +3,7 @@
 import asyncio
 
 from roll_async.pipelines.wire import EngineOptions, build_engines
-from roll_async.rollout.manager_options import ManagerOptions
+from roll_async.rollout.dispatch.manager_options import ManagerOptions
 
 
 def test_one_that_hangs_in_resume_holds_a_push_no_longer_than_one_that_serves(run, replica_class):

@@ -7,7 +7,7 @@ import pytest
 
 from roll_async.config.schema_rollout import RewardConfig
 from roll_async.rewards.answers import ANSWER_FORMATS, after_thinking, final_answer, split_parts
-from roll_async.rewards.first_answers import NUM_FIRST, FirstAnswers
+from roll_async.rewards.serving.first_answers import NUM_FIRST, FirstAnswers
 from roll_async.schema import Reward, RewardStatus
 from tests.patience import patient
 

@@ -14,9 +14,9 @@ import pytest
 
 from roll_async.config.schema_rollout import RewardConfig, SandboxConfig
 from roll_async.rewards.code_sandbox import CodeSandbox, program_of, same_output, same_value
-from roll_async.rewards.router import RewardRouter
 from roll_async.rewards.sandbox.cases import parse_cases
 from roll_async.rewards.sandbox.confine import missing
+from roll_async.rewards.serving.router import RewardRouter
 from roll_async.schema import RewardStatus
 from tests.patience import patient
 

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from roll_async.config.schema_rollout import JudgeConfig
-from roll_async.rewards.llm_judge import LlmJudge
+from roll_async.rewards.serving.llm_judge import LlmJudge
 from roll_async.schema import RewardStatus
 
 aiohttp = pytest.importorskip("aiohttp")

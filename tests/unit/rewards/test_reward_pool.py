@@ -11,8 +11,8 @@ import pytest
 
 from roll_async.config.user_code import FOLDERS_VARIABLE, search_beside
 from roll_async.processes.pool import ProcessPool
-from roll_async.rewards.pool import RewardPool, RewardPoolOptions, program_of
 from roll_async.rewards.sandbox.confine import missing
+from roll_async.rewards.serving.pool import RewardPool, RewardPoolOptions, program_of
 from roll_async.schema import RewardStatus
 from tests.patience import patient
 
@@ -385,7 +385,7 @@ def _workers():
             command = (entry / "cmdline").read_text()
         except (OSError, NotADirectoryError):
             continue
-        if "roll_async.rewards.worker" in command:
+        if "roll_async.rewards.serving.worker" in command:
             parents[entry.name] = parent
     mine = {pid for pid, parent in parents.items() if parent == str(os.getpid())}
     return mine | {pid for pid, parent in parents.items() if parent in mine}

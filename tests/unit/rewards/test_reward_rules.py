@@ -10,7 +10,7 @@ from roll_async.rewards.answers import final_answer
 from roll_async.rewards.exact_match import ExactMatch
 from roll_async.rewards.math_rule import MathRule, same_value
 from roll_async.rewards.registry import REWARDS, create_reward, is_rule, needs_environment
-from roll_async.rewards.router import RewardRouter
+from roll_async.rewards.serving.router import RewardRouter
 from roll_async.schema import RewardStatus
 
 

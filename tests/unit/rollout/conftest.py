@@ -5,8 +5,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from roll_async.rollout.manager_options import ManagerOptions
-from roll_async.rollout.server_manager import AsyncLLMServerManager
+from roll_async.rollout.dispatch.manager_options import ManagerOptions
+from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from math import log2
 import pytest
 
 from roll_async.inference.protocol import EngineLoad, KVCache
-from roll_async.rollout.admission import (
+from roll_async.rollout.dispatch.admission import (
     FIRST_TARGET,
     HIGHEST_TARGET,
     INTERVAL_S,
@@ -17,11 +17,11 @@ from roll_async.rollout.admission import (
     ReplicaAdmission,
     RunningRequest,
 )
-from roll_async.rollout.home_waits import PATIENCE_S
-from roll_async.rollout.manager_options import ManagerOptions
-from roll_async.rollout.replica_link import ReplicaLink
-from roll_async.rollout.requests import PendingRequest
-from roll_async.rollout.waiting import WaitingRequests
+from roll_async.rollout.dispatch.home_waits import PATIENCE_S
+from roll_async.rollout.dispatch.manager_options import ManagerOptions
+from roll_async.rollout.dispatch.replica_link import ReplicaLink
+from roll_async.rollout.dispatch.requests import PendingRequest
+from roll_async.rollout.dispatch.waiting import WaitingRequests
 from roll_async.simulator.clock import run_virtual
 from tests.unit.conftest import make_request
 

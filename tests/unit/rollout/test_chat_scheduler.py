@@ -7,12 +7,12 @@ from contextlib import asynccontextmanager
 import pytest
 
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
-from roll_async.rollout.filter_budget import GeneratedTooMany
-from roll_async.rollout.group_filter import GroupFilter
+from roll_async.rollout.dispatch.manager_options import ManagerOptions
+from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
+from roll_async.rollout.filters.filter_budget import GeneratedTooMany
+from roll_async.rollout.filters.group_filter import GroupFilter
 from roll_async.rollout.group_source import GroupFate
-from roll_async.rollout.manager_options import ManagerOptions
 from roll_async.rollout.scoring import ScoringOptions
-from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.schema import FinishReason, Reward, RewardStatus, SamplingParams
 
 
@@ -139,7 +139,7 @@ def test_the_filter_reads_the_metric_it_is_told_and_fails_on_one_nobody_reports(
 
 def test_the_shaped_metrics_hold_the_overlong_penalty_and_the_raw_one_does_not(run, build, replica_class, scorer_class):
     from roll_async.algorithms.overlong import OverlongShaping
-    from roll_async.rollout.group_filter import metric_of
+    from roll_async.rollout.filters.group_filter import metric_of
 
     shaping = OverlongShaping(max_length=10, buffer_length=4)
     short, long = (build.sample(build.prompt(), range(n), ((0, n),), 1.0) for n in (5, 8))

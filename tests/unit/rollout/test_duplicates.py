@@ -2,7 +2,7 @@ from array import array
 
 import pytest
 
-from roll_async.rollout.duplicates import DuplicateAnswers
+from roll_async.rollout.filters.duplicates import DuplicateAnswers
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from roll_async.buffer.errors import RoleFailed
-from roll_async.rollout.engine_supervisor import EngineSupervisor
-from roll_async.rollout.manager_options import ManagerOptions
-from roll_async.rollout.server_manager import AsyncLLMServerManager
+from roll_async.rollout.dispatch.engine_supervisor import EngineSupervisor
+from roll_async.rollout.dispatch.manager_options import ManagerOptions
+from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
 
 
 class Garage:

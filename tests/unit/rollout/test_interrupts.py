@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from roll_async.rollout.requests import Interrupted
+from roll_async.rollout.dispatch.requests import Interrupted
 from roll_async.schema import FinishReason
 from roll_async.weight_sync.errors import EngineDead
 

@@ -3,7 +3,7 @@
 import random
 from collections import Counter
 
-from roll_async.rollout.load_index import ReplicaChoice
+from roll_async.rollout.dispatch.load_index import ReplicaChoice
 
 
 def deal(choice, free, count, affinity=None, avoid=()):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from roll_async.rollout.requests import PendingRequest
+from roll_async.rollout.dispatch.requests import PendingRequest
 from roll_async.schema import Completion, ExpertRecord, FinishReason
 
 

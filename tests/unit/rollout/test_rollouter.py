@@ -12,14 +12,14 @@ from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.states import QueueOptions
 from roll_async.config.staleness import StalenessPolicy
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
-from roll_async.rollout.filter_budget import BudgetOptions, FilterBudget, GeneratedTooMany
-from roll_async.rollout.first_batch import FirstBatch
-from roll_async.rollout.group_filter import GroupFilter
+from roll_async.rollout.dispatch.manager_options import ManagerOptions
+from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
+from roll_async.rollout.filters.filter_budget import BudgetOptions, FilterBudget, GeneratedTooMany
+from roll_async.rollout.filters.first_batch import FirstBatch
+from roll_async.rollout.filters.group_filter import GroupFilter
 from roll_async.rollout.group_source import GroupFate, GroupOutcome
-from roll_async.rollout.manager_options import ManagerOptions
 from roll_async.rollout.rollouter import Rollouter
 from roll_async.rollout.scoring import ScoringOptions
-from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.schema import Reward, RewardStatus, SamplingParams
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from roll_async.rollout.requests import GenerationFailed
+from roll_async.rollout.dispatch.requests import GenerationFailed
 from roll_async.schema import Completion, FinishReason
 
 WHOLE = [1003 + i for i in range(10)]  # what a prompt of 3 tokens and a budget of 10 must give

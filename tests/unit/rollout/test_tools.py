@@ -12,11 +12,11 @@ import pytest
 from roll_async.prompts.tool_calls import HERMES, parse_call
 from roll_async.rollout.answers import AnswerRunner
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
+from roll_async.rollout.dispatch.manager_options import ManagerOptions
+from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
 from roll_async.rollout.group_source import GroupFate
 from roll_async.rollout.groups import GroupScope, TrajectoryRequest
-from roll_async.rollout.manager_options import ManagerOptions
 from roll_async.rollout.scoring import RewardScoring, ScoringOptions
-from roll_async.rollout.server_manager import AsyncLLMServerManager
 from roll_async.rollout.tools import ToolCompletionCallback
 from roll_async.schema import Completion, FinishReason, SamplingParams
 

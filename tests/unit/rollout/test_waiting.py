@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from roll_async.rollout.requests import PendingRequest
-from roll_async.rollout.waiting import WaitingRequests
+from roll_async.rollout.dispatch.requests import PendingRequest
+from roll_async.rollout.dispatch.waiting import WaitingRequests
 
 
 @pytest.fixture

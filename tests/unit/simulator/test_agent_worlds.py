@@ -12,7 +12,7 @@ pytest.importorskip("aiohttp")
 from roll_async.agents.worlds import WorldRunner
 from roll_async.rollout.group_source import GroupFate
 from roll_async.rollout.groups import GroupRunner
-from roll_async.simulator.models import EngineFaults, ToolModel, WorldModel
+from roll_async.simulator.parts.models import EngineFaults, ToolModel, WorldModel
 from roll_async.simulator.world import FaultyParts, simulate
 from tools.simulated_worlds import Mode, Size, world
 

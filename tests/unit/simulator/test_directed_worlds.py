@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from roll_async.inference.engine_host import PROGRESS_INTERVAL_S
-from roll_async.simulator.models import EngineFaults, RewardModel
+from roll_async.simulator.parts.models import EngineFaults, RewardModel
 from roll_async.simulator.world import simulate
 from tools.simulated_worlds import Mode, Size, world
 

@@ -8,9 +8,9 @@ import pytest
 from roll_async.inference.protocol import PauseMode
 from roll_async.schema import FinishReason, GenerateRequest, SamplingParams
 from roll_async.simulator.clock import run_virtual
-from roll_async.simulator.engine import SimEngine, bucket_names, digest_of
-from roll_async.simulator.models import EngineFaults, LengthModel, SpeedModel
-from roll_async.simulator.text import Texts, logprobs_of, position_of
+from roll_async.simulator.parts.engine import SimEngine, bucket_names, digest_of
+from roll_async.simulator.parts.models import EngineFaults, LengthModel, SpeedModel
+from roll_async.simulator.parts.text import Texts, logprobs_of, position_of
 from roll_async.weight_sync.bucket import Block, Bucket, UpdatePlan
 
 

@@ -9,8 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from roll_async.config.advantage_options import advantage_options_class
-from roll_async.config.policy_loss_options import KlCovOptions
+from roll_async.config.options.advantage_options import advantage_options_class
+from roll_async.config.options.policy_loss_options import KlCovOptions
 from roll_async.config.schema_algorithm import AlgorithmConfig, OverlongBufferConfig
 from roll_async.schema import ExpertRecord, Reward
 from roll_async.simulator.clock import VirtualLoop, run_virtual

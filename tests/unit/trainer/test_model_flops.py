@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "cluster"))
 import tiny_families
 from torch.utils.flop_counter import FlopCounterMode
 
-from roll_async.checkpoint.hf_config import HfConfig
-from roll_async.trainer.megatron.model_flops import model_flops, peak_tflops
+from roll_async.checkpoint.folders.hf_config import HfConfig
+from roll_async.trainer.megatron.model.model_flops import model_flops, peak_tflops
 from roll_async.trainer.megatron.settings import MegatronSettings
 
 LENGTH = 24

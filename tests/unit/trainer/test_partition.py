@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll_async.trainer.megatron.model_flops import ModelFlops
-from roll_async.trainer.megatron.partition import balanced_parts, plan_rows
+from roll_async.trainer.megatron.model.model_flops import ModelFlops
+from roll_async.trainer.megatron.model.partition import balanced_parts, plan_rows
+from roll_async.trainer.megatron.model.shapes import padded_length
 from roll_async.trainer.megatron.settings import MegatronSettings, ParallelSizes
-from roll_async.trainer.megatron.shapes import padded_length
 
 FLOPS = ModelFlops(per_token=24 * 64 * 64, per_pair=4 * 64, backward=2)
 """Of a layer of 64 numbers a token."""

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from roll_async.algorithms.objective import LossSettings
-from roll_async.config.policy_loss_options import PpoOptions
+from roll_async.config.options.policy_loss_options import PpoOptions
 from roll_async.schema import ExpertRows
-from roll_async.trainer.megatron.model_flops import ModelFlops
+from roll_async.trainer.megatron.model.model_flops import ModelFlops
 from roll_async.trainer.megatron.settings import MegatronSettings
 from roll_async.trainer.megatron.shares import BatchSplitter, ModelTraits
 from roll_async.trainer.protocol import PolicyRows, TokenRows, ValueRows

@@ -13,7 +13,7 @@ from roll_async.weight_sync.changes import LastExport
 from roll_async.weight_sync.digest import Digest, flat_bytes
 from roll_async.weight_sync.layout import Cut, EngineLayout
 from roll_async.weight_sync.transfer import TensorPart
-from roll_async.weight_sync.transports import sends_changes
+from roll_async.weight_sync.transport.transports import sends_changes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8]
 NAME = "model.layers.0.mlp.up_proj.weight"

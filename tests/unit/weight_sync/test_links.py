@@ -10,14 +10,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from roll_async.weight_sync import links
 from roll_async.weight_sync.changes import LastExport
-from roll_async.weight_sync.cuda_ipc import DeviceReader, DeviceWriter
 from roll_async.weight_sync.digest import of_replica, of_trainer
-from roll_async.weight_sync.gloo import HostMedium
 from roll_async.weight_sync.layout import EngineLayout
-from roll_async.weight_sync.links import LinkReader, LinkWriter
 from roll_async.weight_sync.transfer import BlockSender, Receiver, unpack
+from roll_async.weight_sync.transport import links
+from roll_async.weight_sync.transport.cuda_ipc import DeviceReader, DeviceWriter
+from roll_async.weight_sync.transport.gloo import HostMedium
+from roll_async.weight_sync.transport.links import LinkReader, LinkWriter
 from tests.patience import patient
 
 NAMES = ["r0", "r1", "r2", "r3"]

@@ -5,7 +5,7 @@ import pytest
 transformers = pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")
 
-from roll_async.checkpoint.hf_config import HfConfig
+from roll_async.checkpoint.folders.hf_config import HfConfig
 from roll_async.checkpoint.known_models import known_config
 from roll_async.weight_sync.model_tensors import model_tensors
 

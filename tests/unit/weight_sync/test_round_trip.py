@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from roll_async.weight_sync import shm
 from roll_async.weight_sync.bucket import STAGED
 from roll_async.weight_sync.layout import Cut, EngineLayout
 from roll_async.weight_sync.transfer import TensorPart, plan_blocks, size_of
-from roll_async.weight_sync.transports import RECEIVERS, SENDERS, choose_transport
+from roll_async.weight_sync.transport import shm
+from roll_async.weight_sync.transport.transports import RECEIVERS, SENDERS, choose_transport
 
 CPU_TRANSPORTS = sorted(STAGED)
 
@@ -150,7 +150,7 @@ def test_a_killed_receiver_leaves_nothing_and_the_sender_goes_on(transfers):
     sender = transfers.sender(transfers.tensors())
     block = sender.next_block()
     script = (
-        "import sys, os, pickle; from roll_async.weight_sync.shm import FileReader;"
+        "import sys, os, pickle; from roll_async.weight_sync.transport.shm import FileReader;"
         "block = pickle.loads(bytes.fromhex(sys.argv[1]));"
         "views = list(FileReader().read(block, 0)); print(len(views), flush=True); os.kill(os.getpid(), 9)"
     )

@@ -3,7 +3,7 @@
 import json
 import os
 
-from roll_async.inference.hf_engine import HfEngine
+from roll_async.inference.hf.engine import HfEngine
 
 
 class RecordingEngine(HfEngine):

@@ -1,0 +1,174 @@
+"""The inputs of a run: model folders and prompt files, by path or by a name on a hub.
+
+Names are resolved once, in the driver, before anything starts: every role gets a folder. `Qwen/Qwen2.5-7B` is a
+Hugging Face repository unless a folder of that path exists; `hf://datasets/ORG/NAME/FILE` is a file of a Hugging Face
+data set; `modelscope://ORG/NAME` is a ModelScope repository, where that package is installed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import TypeVar
+
+from roll_async.config.schema import PipelineConfig, RLVRConfig, WorkerConfig
+from roll_async.config.yaml.compose import CHECKOUT
+from roll_async.prompts.rows import missing_file
+
+C = TypeVar("C", bound=PipelineConfig)
+
+_REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)?")
+_DATASET = re.compile(r"hf://datasets/([^/]+/[^/]+)/(.+)")
+_MODELSCOPE = "modelscope://"
+_MODEL_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py")
+_MAKERS = {"demo_assets": "make demo-assets", "gsm8k_assets": "python tools/make_gsm8k_assets.py"}
+
+
+def is_hub_name(model: str) -> bool:
+    """Whether a model is the name of a repository on a hub: no folder of that path exists, nor its parent.
+
+    `output/model` is a missing folder, not a repository, if the folder `output` exists.
+    """
+    if model.startswith(_MODELSCOPE):
+        return True
+    if Path(model).is_dir() or not _REPOSITORY.fullmatch(model):
+        return False
+    return "/" not in model or not Path(model.split("/")[0]).is_dir()
+
+
+def missing_inputs(config: PipelineConfig) -> list[tuple[str, str]]:
+    """(key, message) of every folder and file that should be on this disk and is not. Names on hubs are not checked."""
+    found, where = [], "" if Path.cwd() == CHECKOUT else f" (in {CHECKOUT})"
+    for key, model in models_of(config).items():
+        if not is_hub_name(model) and not (Path(model) / "config.json").is_file():
+            hint = next((f"; make it with: {maker}" for part, maker in _MAKERS.items() if part in model), "")
+            found.append((key, f"model folder {model} does not exist or holds no config.json{hint}"))
+    for key, file in files_of(config):
+        if not file.startswith("hf://") and not Path(file).is_file():
+            found.append((key, missing_file(file)))
+    return [(key, f"{said}{where}" if "; make it with: " in said else said) for key, said in found]
+
+
+def resolve_names(config: C) -> C:
+    """The config with a folder for every model and a file for every data set. Downloads those that are not in a cache,
+    with a progress bar. Raises ValueError, one line with the remedy, when a name does not exist or the hub cannot be
+    reached.
+    """
+    folders = {model: _folder(key, model) for key, model in models_of(config).items()}
+    roles = {name: _with_folder(worker, folders) for name, worker in config.roles()}
+    changes: dict[str, object] = {
+        "pretrain": folders[config.pretrain],
+        "reward_pretrain": folders.get(config.reward_pretrain, config.reward_pretrain),
+        **roles,
+    }
+    if isinstance(config, RLVRConfig) and config.validation is not None:
+        changes["validation"] = config.validation.with_files(partial(_file, "validation"))
+    return replace(config, **changes)
+
+
+def models_of(config: PipelineConfig) -> dict[str, str]:
+    """Every model of the run, each once, with one of the config keys that name it."""
+    found = {"pretrain": config.pretrain}
+    for role, worker in config.roles():
+        model = worker.model_args.model_name_or_path
+        if model not in found.values():
+            found["reward_pretrain" if model == config.reward_pretrain else f"{role}.model_args.model_name_or_path"] = (
+                model
+            )
+    return found
+
+
+def files_of(config: PipelineConfig) -> Iterator[tuple[str, str]]:
+    parts = [("actor_train.data_args.file_name", config.actor_train.data_args)]
+    if isinstance(config, RLVRConfig) and config.validation is not None:
+        parts += [(f"{key}.file_name", data) for key, data in dict(config.validation.data.values()).items()]
+    return ((key, file) for key, data in parts if data is not None for file in data.file_name)
+
+
+def _with_folder(worker: WorkerConfig, folders: dict[str, str]) -> WorkerConfig:
+    model = replace(worker.model_args, model_name_or_path=folders[worker.model_args.model_name_or_path])
+    data = worker.data_args
+    if data is not None:
+        data = replace(data, file_name=tuple(_file("actor_train", f) for f in data.file_name))
+    return replace(worker, model_args=model, data_args=data)
+
+
+@cache
+def _folder(key: str, model: str) -> str:
+    if not is_hub_name(model):
+        return model
+    if model.startswith(_MODELSCOPE):
+        return _from_modelscope(key, model.removeprefix(_MODELSCOPE))
+    from huggingface_hub import snapshot_download
+
+    def get(cached: bool) -> str:
+        return snapshot_download(model, allow_patterns=list(_MODEL_FILES), local_files_only=cached)
+
+    return _asked(f"{key}: {model}", f"hf download {model}", get, _is_complete)
+
+
+@cache
+def _file(role: str, file: str) -> str:
+    match = _DATASET.fullmatch(file)
+    if match is None:
+        return file
+    from huggingface_hub import hf_hub_download
+
+    def get(cached: bool) -> str:
+        return hf_hub_download(match[1], match[2], repo_type="dataset", local_files_only=cached)
+
+    remedy = f"hf download --repo-type dataset {match[1]} {match[2]}"
+    return _asked(f"{role}.data_args.file_name: {file}", remedy, get, lambda path: Path(path).is_file())
+
+
+def _asked(name: str, remedy: str, get: Callable[[bool], str], is_complete: Callable[[str], bool]) -> str:
+    """From the local cache, else from the hub."""
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        if is_complete(found := get(True)):
+            return found
+    except (LocalEntryNotFoundError, FileNotFoundError):
+        pass
+    try:
+        return get(False)
+    except GatedRepoError as error:
+        raise ValueError(f"{name} is gated; accept its terms on the hub and run: hf auth login") from error
+    except RepositoryNotFoundError as error:
+        raise ValueError(f"{name} is neither a folder here nor a repository of the hub (or a private one)") from error
+    except (OfflineModeIsEnabled, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise ValueError(
+            f"{name} is not in the cache, and the hub cannot be reached; where it can, run: {remedy} - or name a folder"
+        ) from error
+
+
+def _is_complete(folder: str) -> bool:
+    """Whether a cached snapshot holds a model: its config and all its weights."""
+    path = Path(folder)
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        import json
+
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        return all((path / name).is_file() for name in names)
+    return (path / "config.json").is_file() and any(path.glob("*.safetensors"))
+
+
+def _from_modelscope(key: str, model: str) -> str:
+    try:
+        from modelscope import snapshot_download  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise ValueError(f"{key}: {_MODELSCOPE}{model} needs the package modelscope; pip install modelscope") from error
+    try:
+        return snapshot_download(model, allow_patterns=list(_MODEL_FILES))
+    except (OSError, ValueError) as error:  # requests' errors are OSErrors
+        raise ValueError(f"{key}: {_MODELSCOPE}{model} cannot be fetched: {error}; name a folder") from error

@@ -1,0 +1,171 @@
+"""Finds replicas that fail without an error: frozen processes, hung cores, lost replies, requests that never end.
+
+    heartbeat    every few seconds each replica is asked for its load; one that does not answer in time is lost
+    lost reply   an acknowledged attempt that its replica does not hold any more, and whose reply did not come, goes
+                 on on another replica
+    progress     a replica that runs requests and reports no token for `silence_s` is suspect: its requests count as
+                 failed there, and it gets one request as a probe; the second time in a row it is lost
+    time-out     a request that takes longer than `generation_timeout_s` is aborted and goes on on another replica
+
+A replica that is paused by a weight push is not checked: the push has deadlines of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+from roll_async.inference.protocol import EngineLoad
+from roll_async.rollout.attempts import Attempt, AttemptState, Stop
+from roll_async.rollout.dispatch.manager_options import ManagerOptions
+from roll_async.rollout.dispatch.replica_link import ReplicaLink, Spawn, ask_all
+
+logger = logging.getLogger(__name__)
+
+_HEARTBEAT_S = 5.0
+_HEARTBEAT_SLICES = 10
+_CHECKS_PER_SILENCE = 10
+"""Checks without a token until a replica is suspect. A check counts once, however long this process was suspended
+before it.
+"""
+_SWEEPS_PER_TIMEOUT = 10
+_MAX_SUSPICIONS = 2
+_UNKNOWN = 2
+"""Heartbeats in a row in which a replica does not list an attempt before its reply counts as lost; until then the reply
+may be on its way.
+"""
+
+
+class Watched(Protocol):
+    """The owner of the monitored replicas: the manager."""
+
+    num_interrupts: int
+
+    @property
+    def links(self) -> Collection[ReplicaLink]: ...
+
+    @property
+    def paused_for_push(self) -> bool:
+        """A weight push has paused the replicas."""
+        ...
+
+    def lost(self, link: ReplicaLink, reason: str) -> None: ...
+
+    def redispatch(self, attempts: Sequence[Attempt], reason: str) -> None:
+        """These attempts failed on their replica: they continue on another one from their last reported token."""
+
+
+class Liveness:
+    """The checks of one manager, each a loop in a task of the manager."""
+
+    def __init__(self, watched: Watched, options: ManagerOptions, spawn: Spawn) -> None:
+        self._watched, self._options, self._spawn = watched, options, spawn
+
+    def start(self) -> None:
+        """Start the checks."""
+        self._spawn(self._heartbeat(), "heartbeat of the engines")
+        self._spawn(self._watch_tokens(), "progress of the engines")
+        self._spawn(self._sweep(), "request deadlines")
+
+    # Heartbeat and lost replies
+
+    async def _heartbeat(self) -> None:
+        limit_s, watched = self._options.interrupt_timeout_s, self._watched
+        while True:
+            await asyncio.sleep(_HEARTBEAT_S)
+            if watched.paused_for_push:
+                continue
+            before = watched.num_interrupts
+            failed = await ask_all(watched.links, "heartbeat of", self._ask, limit_s, slices=_HEARTBEAT_SLICES)
+            for link, error in failed.items() if before == watched.num_interrupts else ():
+                watched.lost(
+                    link, f"asked for its load: {error}" if error else f"no answer to a heartbeat for {limit_s:g} s"
+                )
+
+    async def _ask(self, link: ReplicaLink) -> None:
+        asked_s, before = asyncio.get_running_loop().time(), self._watched.num_interrupts
+        load = await link.ask_load()
+        if before == self._watched.num_interrupts and not self._watched.paused_for_push:
+            self._compare(link, load, asked_s)
+
+    def _compare(self, link: ReplicaLink, load: EngineLoad, asked_s: float) -> None:
+        """Attempts that were acknowledged before the load was asked for and that the replica no longer holds have
+        ended; their replies may be lost.
+        """
+        if load.held is None:
+            return
+        gone = []
+        for attempt in link.in_flight.values():
+            if attempt.state is not AttemptState.RUNNING or attempt.acknowledged_s >= asked_s:
+                continue
+            attempt.unknown = 0 if attempt.wire_id in load.held else attempt.unknown + 1
+            if attempt.unknown >= _UNKNOWN:
+                gone.append(attempt)
+        if gone:
+            logger.warning(
+                "%d replies of engine %s were lost; their requests are dispatched to other replicas",
+                len(gone),
+                link.name,
+            )
+            self._watched.redispatch(gone, "its reply was lost")
+            self.suspect(link, "lost its replies")
+
+    # Progress
+
+    async def _watch_tokens(self) -> None:
+        while True:
+            await asyncio.sleep(self._options.silence_s / _CHECKS_PER_SILENCE)
+            for link in list(self._watched.links):
+                running = any(a.state is AttemptState.RUNNING for a in link.in_flight.values())
+                if self._watched.paused_for_push or not running:
+                    continue
+                link.checks_without_token += 1
+                if link.checks_without_token > _CHECKS_PER_SILENCE:
+                    self._suspect_silent(link)
+
+    def _suspect_silent(self, link: ReplicaLink) -> None:
+        link.checks_without_token = 0
+        why = f"reported no token for {self._options.silence_s:g} s while it ran requests"
+        if self.suspect(link, why):
+            return
+        attempts = list(link.in_flight.values())
+        logger.warning("engine %s %s; its %d requests are dispatched to other replicas", link.name, why, len(attempts))
+        self._watched.redispatch(attempts, why)
+        self._spawn(self.end_on_replica(link, attempts), f"abort on {link.name}")
+
+    def suspect(self, link: ReplicaLink, why: str) -> bool:
+        """Suspect a replica; the second time without a token in between it is lost (True)."""
+        link.num_suspicions += 1
+        if link.num_suspicions >= _MAX_SUSPICIONS:
+            self._watched.lost(link, f"{why}, twice")
+        return link.num_suspicions >= _MAX_SUSPICIONS
+
+    async def end_on_replica(self, link: ReplicaLink, attempts: Sequence[Attempt]) -> None:
+        """Abort attempts without a caller on the replica. One that does not acknowledge in time is lost."""
+        limit_s = self._options.interrupt_timeout_s
+        failed = await ask_all([link], "abort on", lambda link: link.abort(attempts), limit_s, slices=_HEARTBEAT_SLICES)
+        for late in failed:
+            self._watched.lost(late, f"did not end {len(attempts)} requests within {limit_s:g} s")
+
+    # Time-outs
+
+    async def _sweep(self) -> None:
+        timeout, loop, watched = self._options.generation_timeout_s, asyncio.get_running_loop(), self._watched
+        while True:
+            await asyncio.sleep(timeout / _SWEEPS_PER_TIMEOUT)
+            if watched.paused_for_push:
+                continue
+            limit = loop.time() - timeout
+            for link in list(watched.links):
+                late = [a for a in link.in_flight.values() if a.dispatched_s < limit]
+                again = [a for a in late if a.stop is Stop.TIMEOUT]
+                if again:  # aborted in the last sweep, and the reply did not come
+                    watched.redispatch(again, f"did not end within {timeout:g} s")
+                for attempt in late:
+                    if attempt.stop is None:
+                        attempt.stop = Stop.TIMEOUT
+                        logger.warning("request %s did not end within %g s on %s", attempt.wire_id, timeout, link.name)
+                if late:
+                    self._spawn(self.end_on_replica(link, late), f"abort on {link.name}")

@@ -1,0 +1,510 @@
+"""One request to one replica: load-aware dispatch, re-dispatch of the requests of a dead or unresponsive replica.
+
+    generate --> waiting --pump--> outbox of a replica with free slots --submit--> replica
+                   ^                                                                  |
+                   +------ the next attempt, with its tokens <---- reader <---collect--+
+
+Dispatch is event-driven: every freed slot is refilled at once, and no slot is free while a request may run there.
+Calls to a replica carry batches. No lock is held across a wait. `attempts.py` holds the state of an attempt,
+`liveness.py` finds replicas that do not work. A replica that does not answer a control call in time is lost like one
+that died.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+
+from roll_async.buffer.errors import Defect
+from roll_async.inference.protocol import EngineReport
+from roll_async.rollout.attempts import Attempt, AttemptState, Stop
+from roll_async.rollout.dispatch.admission import Admission
+from roll_async.rollout.dispatch.home_waits import HomeWaits
+from roll_async.rollout.dispatch.liveness import Liveness
+from roll_async.rollout.dispatch.load_index import ReplicaChoice
+from roll_async.rollout.dispatch.load_polls import LoadPolls
+from roll_async.rollout.dispatch.manager_options import ManagerOptions
+from roll_async.rollout.dispatch.replica_link import ReplicaLink
+from roll_async.rollout.dispatch.requests import GenerationFailed, Interrupted, PendingRequest
+from roll_async.rollout.dispatch.server_counts import ServerCounts, ServerStats
+from roll_async.rollout.dispatch.waiting import WaitingRequests
+from roll_async.rollout.protocol import Replica
+from roll_async.schema import Completion, FinishReason, GenerateRequest
+
+logger = logging.getLogger(__name__)
+
+REPLY_WITHIN_S = 5.0
+"""How long the reply of an attempt may take to arrive after its end was acknowledged."""
+
+
+class RequestDispatch:
+    """Turns requests of callers into attempts on replicas. `AsyncLLMServerManager`, its sub-class, pauses it and adds
+    and removes replicas.
+    """
+
+    def __init__(self, clients: Sequence[Replica], options: ManagerOptions) -> None:
+        self._options = options
+        self._links = {c.name: ReplicaLink(c, self, self._spawn) for c in clients}
+        self._liveness = Liveness(self, options, self._spawn)
+        self._polls = LoadPolls(options, self._spawn, lambda link: self._links.get(link.name) is link)
+        self._returns: Callable[[str, str], bool] | None = None
+        self._expected: dict[str, bool] = {}
+        """Replicas on their way; whether they were there before."""
+        self._choice = ReplicaChoice()
+        self._admission = Admission(options)
+        self._at_home = HomeWaits(self._choice, self._pump, by_kv=self._admission.by_kv)
+        self._waiting = WaitingRequests()
+        self._counts = ServerCounts()
+        self._dispatching, self._foreground_only = True, False
+        self.num_interrupts = 0
+        self._interrupt_mode: str | None = None
+        self._pump_soon: asyncio.Handle | None = None
+        self._round_began_s = float("-inf")
+        self._num_requests = 0
+        self._yielding: set[Attempt] = set()
+        """Attempts of the foreground that were dispatched while it yields; some have ended."""
+        self._failure: asyncio.Future[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Begin to read replies."""
+        self._failure = asyncio.get_running_loop().create_future()
+        for link in self._links.values():
+            self._begin(link)
+        self._liveness.start()
+
+    def _begin(self, link: ReplicaLink) -> None:
+        self._set_free(link)
+        link.open()
+        if self._admission.by_kv:
+            self._polls.ask_once(link)
+
+    async def close(self) -> None:
+        """Stop reading; requests that still wait are cancelled."""
+        if self._pump_soon is not None:
+            self._pump_soon.cancel()
+        self._at_home.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for pending in [*self._waiting, *(attempt.request for attempt in self._all_in_flight())]:
+            pending.result.cancel()
+        self._waiting.clear()
+
+    async def wait_failed(self) -> None:
+        """Never returns; raises the error that ended the last replica, or the Defect that ends the run."""
+        assert self._failure is not None, "start() first"
+        await asyncio.shield(self._failure)
+
+    @property
+    def links(self) -> Collection[ReplicaLink]:
+        """Live replicas, with the attempts in flight there."""
+        return self._links.values()
+
+    @property
+    def paused_for_push(self) -> bool:
+        """A weight push has paused the replicas."""
+        return not self._dispatching
+
+    def stats(self) -> ServerStats:
+        """Counters since the start."""
+        now_s = asyncio.get_running_loop().time()
+        return self._counts.stats(queued=len(self._waiting), now_s=now_s, links=self._links.values())
+
+    # Requests
+
+    async def generate(
+        self,
+        request: GenerateRequest,
+        *,
+        affinity: str | None = None,
+        conversation: str | None = None,
+        foreground: bool = False,
+    ) -> Completion:
+        """Run a request to its end, over as many replicas and weight versions as it takes.
+
+        `affinity`: requests with the same key go to one replica while it lives and has room. `conversation`: later
+        requests with this key go to the replica of the first one while it lives, at once and also when it is full: its
+        cache holds their prefix. `foreground`: runs also while `set_aside` holds the others back.
+        Raises Interrupted (mode abort), GenerationFailed, ConnectionError when no replica is left, Defect.
+        """
+        loop = asyncio.get_running_loop()
+        later = conversation is not None and self._choice.is_settled(conversation)
+        self._num_requests += 1
+        pending = PendingRequest(
+            request, loop.create_future(), affinity, foreground, self._num_requests, conversation, later, loop.time()
+        )
+        self._waiting.add(pending)
+        if self._pump_soon is None:  # requests that are made in one turn of the loop leave in one call per replica
+            self._pump_soon = loop.call_soon(self._pump)
+        try:
+            return await pending.result
+        except asyncio.CancelledError:
+            self._forget(pending)
+            raise
+
+    async def abort(self, request_ids: Iterable[str]) -> None:
+        """End these requests; their `generate` calls have returned (FinishReason.ABORT) when this returns. The time is
+        bounded wherever they are: a request that was not sent ends at once, one on the wire once it has arrived, a
+        running one once its replica acknowledges. A replica that does not within `interrupt_timeout_s` is lost.
+        """
+        wanted = set(request_ids)
+        for pending in [p for p in self._waiting if p.request.request_id in wanted]:
+            self._waiting.discard(pending)
+            pending.attempt.to(AttemptState.ABORTED)
+            self._finish_aborted(pending)
+        attempts = [a for a in self._all_in_flight() if a.request.request.request_id in wanted]
+        for attempt in attempts:
+            attempt.request.abort_wanted, attempt.stop = True, Stop.CALLER
+        await self._end_on_servers(attempts)
+        left = [a.request.result for a in attempts if not a.ended]
+        if left:
+            await asyncio.wait(left, timeout=min(REPLY_WITHIN_S, self._options.interrupt_timeout_s))
+        for attempt in attempts:
+            if not attempt.ended:  # the abort was acknowledged, the reply did not come: reported tokens are kept
+                self._lose(attempt)
+                self._finish_aborted(attempt.request)
+        self._pump()
+
+    async def abort_all(self) -> None:
+        """End every request, queued or running."""
+        running = (attempt.request for attempt in self._all_in_flight())
+        await self.abort([p.request.request_id for p in [*self._waiting, *running]])
+
+    def forget_affinity(self, key: str) -> None:
+        """No further request will come with this affinity or conversation key."""
+        self._choice.forget(key)
+
+    # Dispatch
+
+    def _pump(self) -> None:
+        """Give waiting requests, oldest first, to replicas with free slots. A request that may not run on any of them
+        keeps its place and does not block others. Later turns of conversations go to their replica, full or not.
+        """
+        if self._pump_soon is not None:
+            self._pump_soon.cancel()
+            self._pump_soon = None
+        if not self._dispatching or not self._waiting:
+            return
+        for link in self._admission.begun(self._waiting):
+            self._set_free(link)
+        now = asyncio.get_running_loop().time()
+        if now - self._round_began_s >= self._options.batch_creation_interval_s:
+            self._round_began_s = now
+            self._choice.begin_round()
+        if self._waiting.any_later_turn:
+            self._send_home()
+        passed = []
+        while self._choice.any_free:
+            pending = self._waiting.pop(foreground_only=self._foreground_only)
+            if pending is None:
+                break
+            if self.waits_for_home(pending):
+                passed.append(pending)
+                continue
+            waits_for_home = pending.foreground and pending.later_turn
+            key = pending.conversation if waits_for_home else pending.affinity
+            name = self._choice.choose(key, self._avoided(pending))
+            if name is None:
+                passed.append(pending)
+                continue
+            if pending.conversation is not None:
+                self._choice.settle(pending.conversation, name)
+            self._dispatch(pending, self._links[name], now)
+        for pending in passed:
+            self._waiting.add(pending)
+        self._at_home.end_in_time(p for p in passed if self.waits_for_home(p))
+        if self._waiting.foreground_yields:
+            self._give_way()
+
+    def _give_way(self) -> None:
+        """While the foreground yields: as many of its requests as others wait stop, keeping their tokens."""
+        self._yielding = {attempt for attempt in self._yielding if not attempt.ended}
+        if not self._yielding:
+            return
+        running = [attempt for attempt in self._yielding if attempt.stop is None]
+        num_wanted = self._waiting.num_background - (len(self._yielding) - len(running))
+        # The youngest have the fewest tokens to read again.
+        chosen = sorted(running, key=lambda attempt: -attempt.request.order)[: max(0, num_wanted)]
+        if chosen:
+            self._spawn(self._end_on_servers(self._put_aside(chosen)), "requests that give way")
+            self._pump()
+
+    def _put_aside(self, attempts: Sequence[Attempt]) -> list[Attempt]:
+        """The requests of these attempts keep their tokens and go on later. Returns the attempts that a replica has."""
+        self._recall(attempts)
+        running = [attempt for attempt in attempts if not attempt.ended]
+        for attempt in running:
+            attempt.stop = attempt.stop or Stop.ASIDE
+        return running
+
+    def _send_home(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for pending in self._waiting.later_turns(foreground_only=self._foreground_only):
+            if (home := self._at_home.home_with_room(pending, self._avoided(pending))) is not None:
+                self._waiting.discard(pending)
+                self._dispatch(pending, self._links[home], now)
+
+    def waits_for_home(self, pending: PendingRequest) -> bool:
+        """Not yet to run elsewhere (`home_waits.py`). Beside a validation that yields, every slot must do for it."""
+        return not self._waiting.foreground_yields and self._at_home.waits(pending, self._avoided(pending))
+
+    def _avoided(self, pending: PendingRequest) -> Collection[str]:
+        """Live replicas that failed this request: it goes to another one while there is one."""
+        if not pending.failed_on:
+            return ()
+        return {link.name for link in pending.failed_on if self._links.get(link.name) is link}
+
+    def _dispatch(self, pending: PendingRequest, link: ReplicaLink, now_s: float) -> None:
+        if pending.num_generated >= pending.request.sampling.max_new_tokens:
+            pending.attempt.to(AttemptState.ANSWERED)
+            self._finish(pending, Completion.empty(pending.attempt.wire_id, FinishReason.LENGTH))
+            return
+        link.send(pending.attempt, now_s)
+        self._admission.sent(link, pending)
+        if pending.foreground and self._waiting.foreground_yields:
+            self._yielding.add(pending.attempt)
+        self._counts.dispatched += 1
+        self._counts.resumed += bool(pending.pieces)
+        self._counts.in_flight += 1
+        self._set_free(link)
+
+    def _set_free(self, link: ReplicaLink) -> None:
+        """Update the free slots of a replica: its limit less the requests that run there, this manager's and those of
+        other clients. A suspect replica gets one request as a probe, one that leaves gets none. The load of other
+        clients is asked for again before it is older than `batch_creation_interval_s`.
+        """
+        if link.leaving:
+            return
+        running = len(link.in_flight)
+        free = self._admission.slots(link) - running - link.foreign_requests
+        if link.suspect:
+            free = min(free, 1 - running)
+        self._choice.set(link.name, free, 1.0 if link.load is None else link.load.free_kv_fraction)
+        self._polls.follow(link)
+
+    def load_reported(self, link: ReplicaLink) -> None:
+        """A replica reported its load on request: other clients may have taken or freed slots."""
+        if self._links.get(link.name) is link:
+            self._admission.reported(link, self._waiting)
+            self._set_free(link)
+            self._pump()
+
+    # Ends of attempts
+
+    def reported(self, link: ReplicaLink, report: EngineReport) -> None:
+        """Process a report of a replica."""
+        for progress in report.progress:
+            attempt = link.in_flight.get(progress.piece.request_id)
+            if attempt is not None and attempt.receive(progress):  # None: the attempt has ended
+                self._generated(link, len(progress.piece.token_ids))
+        for completion in report.completions:
+            self._reply(link, completion)
+        for wire_id, reason in report.failures:
+            attempt = self._ended(link, wire_id, AttemptState.ANSWERED)
+            if attempt is not None:
+                self._keep_received(attempt)
+                self._retry(attempt.request, link, reason)
+        link.record_load(report.load)
+        self._admission.reported(link, self._waiting)
+        self._set_free(link)
+        self._pump()
+
+    def _generated(self, link: ReplicaLink, num_new_tokens: int) -> None:
+        """Tokens came from the replica: it is not suspect any more."""
+        link.checks_without_token = link.num_suspicions = 0
+        self._counts.generated_tokens += num_new_tokens
+
+    def _reply(self, link: ReplicaLink, completion: Completion) -> None:
+        aborted = completion.finish_reason is FinishReason.ABORT
+        attempt = self._ended(link, completion.request_id, AttemptState.ABORTED if aborted else AttemptState.ANSWERED)
+        if attempt is None:
+            return
+        pending, tokens = attempt.request, len(completion.token_ids)
+        if tokens:
+            self._generated(link, tokens - attempt.num_received)
+        if not aborted:
+            self._admission.ended(link, pending.num_generated + tokens)
+        if not aborted or pending.abort_wanted:
+            self._finish(pending, completion, link.name)
+        elif attempt.stop is Stop.TIMEOUT:
+            pending.keep(completion)
+            self._retry(pending, link, f"did not end within {self._options.generation_timeout_s:g} s")
+        elif self._interrupt_mode == "abort":
+            self._counts.gave_up(pending.num_generated + tokens)
+            if not pending.result.done():
+                pending.result.set_exception(Interrupted(pending.request.request_id))
+        elif self._interrupt_mode is not None or attempt.stop is Stop.ASIDE:
+            pending.keep(completion)
+            self._requeue(pending)
+        else:
+            pending.keep(completion)
+            self._retry(pending, link, "aborted it unasked")
+
+    def _ended(self, link: ReplicaLink, wire_id: str, state: AttemptState) -> Attempt | None:
+        """The attempt whose end a replica reports; None, counted as a late reply, if it had ended before."""
+        attempt = link.in_flight.get(wire_id)
+        if attempt is None:
+            self._counts.late_results += 1
+            return None
+        self._end(attempt, state)
+        return attempt
+
+    def _end(self, attempt: Attempt, state: AttemptState) -> None:
+        """End an attempt for which a replica was chosen."""
+        assert attempt.link is not None
+        attempt.link.end(attempt, state)
+        self._counts.in_flight -= 1
+        if self._links.get(attempt.link.name) is attempt.link:
+            self._set_free(attempt.link)
+
+    def _lose(self, attempt: Attempt) -> None:
+        """End an attempt as LOST; its reported tokens are kept."""
+        self._end(attempt, AttemptState.LOST)
+        self._keep_received(attempt)
+
+    def _recall(self, attempts: Iterable[Attempt]) -> None:
+        """Return attempts that are still in an outbox to the queue, at their old place."""
+        for attempt in attempts:
+            if attempt.state is AttemptState.OUTBOX:
+                self._end(attempt, AttemptState.ABORTED)
+                self._requeue(attempt.request)
+
+    def redispatch(self, attempts: Sequence[Attempt], reason: str) -> None:
+        """These attempts failed on their replica: they continue on another one from their last reported token."""
+        for attempt in attempts:
+            if not attempt.ended:
+                assert attempt.link is not None
+                self._lose(attempt)
+                self._retry(attempt.request, attempt.link, reason)
+        self._pump()
+
+    def _retry(self, pending: PendingRequest, link: ReplicaLink, reason: str) -> None:
+        """A replica failed this request. The next attempt avoids it while there is another one."""
+        pending.failures += 1
+        pending.failed_on.add(link)
+        if pending.failures > self._options.request_retries and not pending.abort_wanted:
+            if not pending.result.done():
+                whole = f"request {pending.request.request_id} failed {pending.failures} times"
+                pending.result.set_exception(GenerationFailed(f"{whole}; last: {link.name}: {reason}"))
+            return
+        self._counts.retried += 1
+        self._requeue(pending)
+
+    def _requeue(self, pending: PendingRequest) -> None:
+        """Queue the next attempt, unless the caller has aborted the request."""
+        if pending.abort_wanted:
+            self._finish_aborted(pending)
+        elif not pending.result.done():
+            pending.begin_attempt()
+            self._waiting.add(pending)
+
+    def _keep_received(self, attempt: Attempt) -> None:
+        """Keep the tokens that an attempt reported; it has ended, and its reply will not count."""
+        if self._interrupt_mode != "abort":
+            attempt.request.keep(attempt.received_piece())
+
+    def _finish_aborted(self, pending: PendingRequest) -> None:
+        self._finish(pending, Completion.empty(pending.attempt.wire_id, FinishReason.ABORT))
+
+    def _finish(self, pending: PendingRequest, last: Completion, replica: str = "") -> None:
+        if pending.result.done():
+            return
+        if last.finish_reason is FinishReason.ABORT:
+            self._counts.gave_up(pending.num_generated + len(last.token_ids))
+        else:
+            self._counts.completed += 1
+        pending.result.set_result(pending.merged(last, replica))
+
+    def _forget(self, pending: PendingRequest) -> None:
+        """The caller was cancelled: abort the request, and expect no reply."""
+        attempt = pending.attempt
+        if self._waiting.discard(pending) or attempt.ended or attempt.link is None:
+            return
+        arrives = attempt.state is AttemptState.RUNNING  # one on the wire is ended when it is acknowledged
+        self._end(attempt, AttemptState.ABORTED)
+        if arrives:
+            self._spawn(self._liveness.end_on_replica(attempt.link, [attempt]), f"abort on {attempt.link.name}")
+        self._pump()
+
+    async def _end_on_servers(self, attempts: Sequence[Attempt]) -> None:
+        """No replica runs these attempts when this returns; those still in an outbox are not sent."""
+        by_link: dict[ReplicaLink, list[Attempt]] = {}
+        for attempt in attempts:
+            if attempt.state is AttemptState.OUTBOX:
+                self._end(attempt, AttemptState.ABORTED)
+                self._finish_aborted(attempt.request)
+            elif attempt.link is not None:
+                by_link.setdefault(attempt.link, []).append(attempt)
+        await asyncio.gather(*(self._liveness.end_on_replica(link, part) for link, part in by_link.items()))
+
+    # Losses
+
+    def lost(self, link: ReplicaLink, reason: str) -> None:
+        """Remove a lost replica; its requests are dispatched again from their last received token."""
+        name = link.name
+        if self._links.get(name) is not link:
+            return
+        orphans = self._drop(link)
+        logger.warning(
+            "engine %s is lost: %s; its %d requests are dispatched to other replicas", name, reason, len(orphans)
+        )
+        self._counts.lost_servers += 1
+        for attempt in orphans:
+            self._keep_received(attempt)
+            self._retry(attempt.request, link, reason)
+        if self._returns is not None and self._returns(name, reason):
+            self._expected[name] = True
+        self._end_without_engines(name, reason)
+        self._pump()
+
+    def _drop(self, link: ReplicaLink) -> list[Attempt]:
+        """Close the link to a replica. Returns what was in flight there."""
+        del self._links[link.name]
+        orphans = link.close()
+        self._counts.dropped(link, asyncio.get_running_loop().time())
+        self._counts.in_flight -= len(orphans)
+        self._choice.remove(link.name)
+        self._admission.remove(link)
+        return orphans
+
+    def _end_without_engines(self, name: str, reason: str) -> None:
+        """No replica is left and none is expected: every waiting request fails."""
+        if self._links or self._expected:
+            return
+        error = ConnectionError(f"no engine is left; the last one, {name}, was lost: {reason}")
+        for pending in self._waiting:
+            if not pending.result.done():
+                pending.result.set_exception(error)
+        self._waiting.clear()
+        self._fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """A fault of ours ends all requests: no replica is lost by it, and another attempt would meet it again."""
+        defect = Defect.of(error)
+        for pending in [*self._waiting, *(attempt.request for attempt in self._all_in_flight())]:
+            if not pending.result.done():  # where nobody awaits `wait_failed`, callers must not wait for ever
+                pending.result.set_exception(defect)
+        self._waiting.clear()
+        self._fail(defect)
+
+    def _fail(self, error: BaseException) -> None:
+        if self._failure is not None and not self._failure.done():
+            self._failure.set_exception(error)
+            self._failure.exception()  # marks it as retrieved: a run may end for another reason and never await it
+
+    def _all_in_flight(self) -> list[Attempt]:
+        return [a for link in self._links.values() for a in link.in_flight.values()]
+
+    def _spawn(self, work: Coroutine[object, object, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_ended)
+        return task
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self.fail(error)

@@ -1,0 +1,129 @@
+"""Megatron's TransformerConfig from a Hugging Face config.json and the layout of this role."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+from roll_async.checkpoint.folders.hf_config import HfConfig
+from roll_async.checkpoint.hf_names.table import Family
+from roll_async.checkpoint.rotary import Rotary
+from roll_async.checkpoint.transforms import HeadLayout
+from roll_async.trainer.megatron.model.layer_spec import choose_layers
+from roll_async.trainer.megatron.settings import MegatronSettings, ParallelSizes
+
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+_NO_FUSION = {
+    # Each of these would call torch.compile or a CUDA extension.
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "masked_softmax_fusion": False,
+    "apply_rope_fusion": False,
+    "persist_layer_norm": False,
+    "gradient_accumulation_fusion": False,
+}
+
+
+def transformer_config(config: HfConfig, family: Family, settings: MegatronSettings) -> TransformerConfig:
+    """Megatron's view of the model. Raises ValueError for a model or layout it cannot be built for."""
+    config.require(hidden_act="silu")
+    heads, parallel = HeadLayout.of(config), settings.parallel
+    dtype = TORCH_DTYPES[settings.dtype]
+    fields: dict[str, object] = {
+        "num_layers": config.integer("num_hidden_layers"),
+        "hidden_size": config.integer("hidden_size"),
+        "num_attention_heads": config.integer("num_attention_heads"),
+        "num_query_groups": heads.num_groups,
+        "kv_channels": heads.head_size,
+        "ffn_hidden_size": config.integer("intermediate_size"),
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": config.number("rms_norm_eps"),
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "attention_softmax_in_fp32": True,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": settings.dtype == "bf16",
+        "fp16": settings.dtype == "fp16",
+        "use_cpu_initialization": True,
+        # Every weight is loaded: drawing values first would take longer than that, minutes for billions of them.
+        "perform_initialization": False,
+        **_NO_FUSION,
+        **_layout(parallel, settings.moe_dispatcher),
+        # Gradients are plain sums of all micro-batches and ranks: the loss knows the denominators of the whole step.
+        "calculate_per_token_loss": True,
+        **family.fields(config),
+        # Local layers run one expert after another; Megatron's own grouped experts have other parameters.
+        "moe_grouped_gemm": choose_layers(settings.transformer_impl, adapters=settings.lora_rank > 0).all_engine,
+        **({"moe_aux_loss_coeff": settings.moe_aux_loss_coeff} if settings.moe_aux_loss_coeff else {}),
+        **({"attention_backend": AttnBackend.flash} if settings.flash_attention else {}),
+        **settings.recompute,
+        **settings.extra,
+    }
+    _demand_divisible(config, fields, parallel)
+    kind = MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
+    result = kind(**fields)  # type: ignore[arg-type]
+    if kind is TransformerConfig:
+        _set_attention_factor(result, Rotary.of(config, family.rotary_fraction).attention_factor())
+    return result
+
+
+def _layout(parallel: ParallelSizes, dispatcher: str) -> dict[str, object]:
+    interleaved = parallel.virtual_pipeline is not None
+    return {
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline,
+        "context_parallel_size": parallel.context,
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": parallel.expert_tensor,
+        "sequence_parallel": parallel.sequence_parallel,
+        # Interleaved on two ranks, both neighbours are one process: batched exchanges would swap messages silently.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        # Stages tell each other the shape of every micro-batch. The allgather dispatcher cannot work with that, and the
+        # interleaved schedule pairs shapes of different micro-batches: there all have one shape.
+        "variable_seq_lengths": parallel.pipeline > 1 and dispatcher == "alltoall" and not interleaved,
+        "moe_token_dispatcher_type": dispatcher,
+    }
+
+
+def _demand_divisible(config: HfConfig, fields: dict[str, object], parallel: ParallelSizes) -> None:
+    """Sizes that ranks share evenly; Megatron itself stops with an assertion deep inside a layer."""
+    sizes: dict[str, tuple[object, int]] = {
+        "vocab_size": (config.integer("vocab_size"), parallel.tensor),
+        "num_attention_heads": (fields["num_attention_heads"], parallel.tensor),
+        "num_key_value_heads": (fields["num_query_groups"], parallel.tensor),
+        "intermediate_size": (fields["ffn_hidden_size"], parallel.tensor),
+        "moe_intermediate_size": (fields.get("moe_ffn_hidden_size") or 0, parallel.expert_tensor),
+        "num_hidden_layers": (fields["num_layers"], parallel.pipeline * (parallel.virtual_pipeline or 1)),
+        "num_experts": (fields.get("num_moe_experts") or 0, parallel.expert),
+    }
+    for name, (size, ranks) in sizes.items():
+        assert isinstance(size, int)
+        if size % ranks:
+            raise ValueError(f"{config.source}: {name}={size} cannot be shared evenly by {ranks} ranks")
+    if fields.get("num_moe_experts") and parallel.tensor > 1 and not parallel.sequence_parallel:
+        raise ValueError(
+            f"{config.source}: a model with experts and tensor_model_parallel_size={parallel.tensor} needs "
+            "sequence_parallel: true"
+        )
+    if parallel.expert > 1 and not fields.get("num_moe_experts"):
+        raise ValueError(f"{config.source}: expert_model_parallel_size={parallel.expert}, but the model has no experts")
+
+
+def _set_attention_factor(config: TransformerConfig, factor: float) -> None:
+    """Megatron multiplies cosines and sines by 0.1 * mscale * ln(scaling_factor) + 1, read from these attributes."""
+    if factor != 1.0:
+        config.yarn_rotary_scaling_factor = math.e  # type: ignore[attr-defined]
+        config.yarn_mscale = (factor - 1.0) * 10.0  # type: ignore[attr-defined]
+        config.yarn_mscale_all_dim = 0.0  # type: ignore[attr-defined]
