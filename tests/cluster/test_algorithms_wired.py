@@ -125,6 +125,17 @@ def test_every_policy_loss_and_every_estimator_without_a_critic_train_on_stale_s
     assert any(m["advantages/std"] > 0 for m in metrics)
 
 
+def test_a_loss_and_an_estimator_of_the_users_own_train_on_stale_samples(run):
+    own = (
+        "algorithm.pg_variant=own_algorithms.weighted",
+        "algorithm.pg_options={ratio_base: behaviour, scale: 2.0}",
+        "algorithm.adv_estimator=own_algorithms.lead",
+    )
+    metrics = run("own", *own, NO_TIES, "async_generation_ratio=2", TWO_STEPS)
+    assert 1 <= metrics[-1]["staleness/max"] <= 2 and any(m["advantages/std"] > 0 for m in metrics)
+    assert all(m["policy/taken"] == 1.0 and m["policy/ratio"] > 0 for m in metrics), "its metric, and those of all"
+
+
 def test_gae_trains_actor_and_critic(run):
     metrics = run("gae", *CRITIC, TWO_STEPS)
     assert all(m["critic/grad_norm"] > 0 for m in metrics)
