@@ -55,11 +55,11 @@ def _first(at: PromptAt) -> list[Prompt]:
 def _said(prompt: Prompt) -> bytes:
     """A row's content; a task without a row (a world and its seed) is what its fields say."""
     content = prompt.content or [prompt.row_id, prompt.text, prompt.ground_truth, dict(prompt.extra)]
-    return json.dumps([prompt.domain, content], sort_keys=True).encode()
+    return json.dumps([prompt.domain, content], sort_keys=True).encode()  # a row's keys may come in any order
 
 
 def _checksum(said: bytes) -> str:
-    return f"{zlib.crc32(said):0{_DIGITS}x}"
+    return f"{zlib.crc32(said):0{_DIGITS}x}"  # of fixed width: `_first_change` cuts the text into its checksums
 
 
 def changes(before: Fingerprint, now: Fingerprint) -> dict[str, str]:

@@ -111,6 +111,7 @@ def decode_group(header: str, block: bytes) -> Group:
         samples.append(
             Sample(
                 sample_id=item["sample_id"],
+                # One array for all samples, as it was when they were generated.
                 prompt_token_ids=prompt.token_ids if own is None else reader.numbers("i", own),
                 response_token_ids=reader.numbers("i", size),
                 behaviour_logprobs=reader.numbers("f", size),

@@ -119,7 +119,7 @@ class MessageQueue:
         if self._requeued:
             index, attempt = heapq.heappop(self._requeued)
         else:
-            while self._next_index in self._done:
+            while self._next_index in self._done:  # after a restore: trained, filtered or failed before
                 self._next_index += 1
             index, attempt, self._next_index = self._next_index, 0, self._next_index + 1
         slot = Slot(group_id=self._next_id, prompt_index=index, admitted_version=self._held, attempt=attempt)
@@ -152,9 +152,11 @@ class MessageQueue:
         oldest = group.oldest_version
         assert oldest is None or oldest >= entry.slot.admitted_version, f"group {group.group_id} is older than its slot"
         version = self._held or 0
+        # Before the book: if the ledger raises, the group is not buffered.
         self._ledger.finished(group, entry.slot.prompt_index, version)
         self._audit.generated(group)
         entry.group, entry.finished_version = group, version
+        # Before it is durable: the step that trains it makes all earlier commits durable, too.
         self._book.move(entry, GroupState.BUFFERED)
         self._notify()
         await self._ledger.durable()
@@ -300,7 +302,7 @@ class MessageQueue:
         by_version = options.policy is not StalenessPolicy.WAIT
         if not by_version and options.max_age_s is None:
             return
-        for entry in [self._book.entries[i] for i in self._book.buffered_ids]:
+        for entry in [self._book.entries[i] for i in self._book.buffered_ids]:  # a copy: `move` changes the ids
             group = entry.group
             assert group is not None
             aged = options.max_age_s is not None and now - group.admitted_s > options.max_age_s
@@ -325,6 +327,7 @@ class MessageQueue:
         ended = self._no_more_prompts or self._stopped_reserving
         whole = len(entries) == self._options.groups_per_batch or (bool(entries) and ended)
         assert whole, f"step {step} trained {len(entries)} groups"
+        # First: if it raises, the groups stay in training and count as nothing.
         self._ledger.trained(step, [e.slot.prompt_index for e in entries])
         for entry in entries:
             assert entry.group is not None
@@ -404,6 +407,7 @@ class MessageQueue:
                 self._readmit(stored.prompt_index, stored.group, stored.finished_version)
             else:
                 self._ledger.reopened(stored.prompt_index)
+        # Ascending, so a heap already.
         self._requeued = [(i, 1) for i in range(self._next_index) if i not in self._done and i not in kept]
         self._book.check()  # no waiter to wake before the run begins
 
@@ -485,6 +489,7 @@ class MessageQueue:
         """Wait for any change. Every batch_timeout_s of the whole wait, log what it waits for; raise StallError after
         stall_timeout_s without a change.
         """
+        # This event: `_notify` replaces it, and the next would miss a change.
         changed, options = self._changed, self._options
         while True:
             now = self._now()

@@ -61,13 +61,14 @@ class Gpus:
     def sample(self) -> None:
         """Ask once."""
         try:
+            # NVML tells it in percent.
             busy = {
                 i: self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100 for i, handle in self._handles.items()
             }
             used = {i: self._nvml.nvmlDeviceGetMemoryInfo(handle).used for i, handle in self._handles.items()}
         except self._nvml.NVMLError as error:
             logger.warning("the GPUs do not tell how busy they are: %s", error)
-            self._ended.set()
+            self._ended.set()  # one warning, not one every half second
             return
         with self._lock:
             self._count += 1
@@ -80,7 +81,7 @@ class Gpus:
         with self._lock:
             count, sums = self._count, dict(self._sums)
             self._count, self._sums = 0, dict.fromkeys(self._handles, 0.0)
-            peaks = dict(self._peaks)
+            peaks = dict(self._peaks)  # not reset: peaks are of the whole run
         if not count or not sums:
             return {}
         means = {index: total / count for index, total in sums.items()}

@@ -44,7 +44,7 @@ class PrometheusTracker:
                 self.end_headers()
                 self.wfile.write(tracker._text if known else b"only /metrics is here\n")
 
-            def log_message(self, format: str, *args: object) -> None:
+            def log_message(self, format: str, *args: object) -> None:  # else http.server writes each request to stderr
                 pass
 
         try:
@@ -57,6 +57,7 @@ class PrometheusTracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._newest |= metrics  # a validation between two logged steps is told without the rest
+        # Replaced as a whole: the thread reads it without a lock.
         self._text = exposition(self._newest, run=self._run).encode()
 
     def close(self) -> None:

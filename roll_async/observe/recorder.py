@@ -61,7 +61,7 @@ class Recorder:
         self.restarts = 0
         """Number of restarts of all roles (fault.max_run_restarts)."""
         with ExitStack() as undo:
-            undo.callback(self.close)
+            undo.callback(self.close)  # one that cannot be made leaves no other open
             for create_one in self._create.values():
                 self._of_branch.append(create_one())
             undo.pop_all()

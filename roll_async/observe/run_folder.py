@@ -185,7 +185,7 @@ def log_to(files: Iterable[Path | str]) -> logging.Logger:
     """Everything logged by roll_async in this process is appended to these files, line by line beside others."""
     root = logging.getLogger("roll_async")
     root.setLevel(logging.INFO)
-    root.handlers.clear()
+    root.handlers.clear()  # a second start in one process would log every line twice
     root.propagate = False
     for path in files:
         with writing(Path(path)):
@@ -199,6 +199,7 @@ def redirect_output(path: Path) -> None:
     """Standard output and standard error of this process and its children, and what roll_async logs, are appended to
     the file.
     """
+    # O_APPEND: several processes write to one file, and none over the lines of another.
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (1, 2):
         os.dup2(file, stream)

@@ -76,7 +76,7 @@ class LoopCheckpoint:
             await asyncio.to_thread(self._samples.flush)
         staging, background = self._checkpoints.begin(step), self._config.checkpoint.async_save
         for name, role in self._roles.items():
-            own = json.dumps(state).encode() if name == _ACTOR else b""
+            own = json.dumps(state).encode() if name == _ACTOR else b""  # once: `restore_loop` reads the actor's
             await role.save(str(staging / name), step, own, background=background)
         if self._config.checkpoint.save_hf_model:
             await self._roles[_ACTOR].export_hf(str(staging / "hf"))
@@ -88,7 +88,7 @@ class LoopCheckpoint:
         for role in self._roles.values():
             await role.finish_save()
         await asyncio.to_thread(self._checkpoints.commit, step, list(self._roles))
-        await asyncio.to_thread(self._checkpoints.prune)
+        await asyncio.to_thread(self._checkpoints.prune)  # only now: until the new one is whole the old ones are needed
         try:
             await self._queue.checkpointed(step)
         except (LedgerError, StallError, ConnectionError) as error:

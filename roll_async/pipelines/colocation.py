@@ -69,7 +69,7 @@ class DeviceMemory:
         """Record the memory that the ranks of a training role hold now."""
         held: dict[int, int] = {}
         for device, report in zip(self.devices_of[role], reports, strict=True):
-            held[device] = held.get(device, 0) + sum(report.device_bytes.values())
+            held[device] = held.get(device, 0) + sum(report.device_bytes.values())  # ranks may share a device
         self._record(role, held)
 
     def record_replica(self, role: str, memory: EngineMemory) -> None:

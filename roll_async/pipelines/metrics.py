@@ -108,6 +108,7 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
     scored = [(domain, reward) for domain, reward in leads if reward is not None]
     seconds = [r.scoring_s for _, r in scored]
     metrics = {"time/scoring_mean_s": mean(seconds), "time/scoring_max_s": max(seconds, default=0.0)}
+    # `acc` is published as reward/accuracy.
     for name in sorted({name for _, r in scored for name in r.metrics} - {"acc"}):
         metrics[f"reward/metrics/{name}"] = mean([r.metrics[name] for _, r in scored if name in r.metrics])
     domains = sorted({domain for domain, _ in scored})

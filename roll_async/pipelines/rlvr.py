@@ -98,6 +98,7 @@ class RLVRPipeline:
             first = self._first
             if first is None or errors.exceptions[0] is first:
                 raise
+            # `first_cause` takes the first of them.
             raise errors.derive([first, *(e for e in errors.exceptions if e is not first)]) from None
         finally:
             self._queue.close()
@@ -140,7 +141,7 @@ class RLVRPipeline:
             await asyncio.wait({running})
             if not running.cancelled():
                 running.exception()  # marks it as retrieved: the trainer may have failed first, by the same cause
-        running.result()
+        running.result()  # raises the error of the role, now that the trainer has finished
 
     async def _rescue(self) -> None:
         """Save the last whole step, unless a save has failed before. Errors are logged, not raised, so that they do not
@@ -303,7 +304,7 @@ class TrainLoop:
                 return None
             groups += part
             self._complete = len(groups) == plan.groups_per_batch
-            self.state, self.mid_step = TrainerState.LEARNING, True
+            self.state, self.mid_step = TrainerState.LEARNING, True  # before: a failure in between leaves mixed weights
             with clock.measure("learn"):
                 replaced = plan.replaces_weights_after(step)
                 phase_s = await self._devices.phase(DevicePhase.TRAIN, drop_engine_weights=replaced)

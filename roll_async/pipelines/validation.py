@@ -288,6 +288,6 @@ def _of_part(part: Sequence[_Scored], num_drawn: int) -> dict[str, float]:
             drawn = [pass_at_k(len(v), sum(x > 0 for x in v), k) for v in verdicts.values() if len(v) >= k]
             if drawn:
                 metrics[f"pass@{k}"] = mean(drawn)
-    for name in sorted({name for _, _, r in part for name in r.metrics} - {"acc"}):
+    for name in sorted({name for _, _, r in part for name in r.metrics} - {"acc"}):  # it is the accuracy above
         metrics[f"metrics/{name}"] = mean([r.metrics[name] for _, _, r in part if name in r.metrics])
     return metrics

@@ -85,7 +85,7 @@ class Engines:
         """Start the manager's traffic with the replicas; it ends when the stack closes."""
         await self.manager.start()
         stack.push_async_callback(self.manager.close)
-        stack.push_async_callback(self.supervisor.close)
+        stack.push_async_callback(self.supervisor.close)  # closed before the manager: the last in is the first out
 
 
 def build_engines(
@@ -202,7 +202,7 @@ def build_rollout(
     synchronizer = classes.synchronizer(
         roles.weights,
         rollouter if roles.devices is None else roles.devices,  # which know whether a phase has paused the engines
-        lambda: manager.clients,
+        lambda: manager.clients,  # asked again at every push: replicas come and go
         options.sync,
         weights_held=queue.weights_held,
         remove_replica=lambda name, reason: owner(name).remove_replica(name, reason),
@@ -211,7 +211,7 @@ def build_rollout(
         canary=canary,
         devices=OWN_DEVICES if roles.devices is None else roles.devices,
     )
-    supervisor.attach(synchronizer)
+    supervisor.attach(synchronizer)  # only now: supervisor and synchronizer each need the other
     if own is not None:
         own.attach(synchronizer)
     validation: Validation | None = own

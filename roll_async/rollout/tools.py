@@ -80,6 +80,7 @@ class Toolbox:
         and adds to the arguments.
         """
         surplus = f"not run: one turn may hold {_MOST_CALLS} calls"
+        # Those beyond it have a result, too: the model is told that they were not run.
         checked = [call if i < _MOST_CALLS else replace(call, problem=surplus) for i, call in enumerate(calls)]
         return list(await asyncio.gather(*(self._run(call, row) for call in checked)))
 

@@ -43,7 +43,7 @@ class DuplicateAnswers:
         copies = [same for same in alike.values() if len(same) > 1]
         self._recent.append((sum(map(len, copies)), len(group.samples)))
         for same in copies:
-            if sum(same[0].behaviour_logprobs) < _CHANCE:
+            if sum(same[0].behaviour_logprobs) < _CHANCE:  # in nats; tokens of tools have 0 and do not count
                 self._warn(group, same)
 
     def _warn(self, group: Group, same: Sequence[Sample]) -> None:
