@@ -158,6 +158,7 @@ class Watch:
         versions = [r.engine.version for r in replicas if r.alive and r.engine.version is not None]
         held = min(versions, default=self.steps_done)
         every, size = queue.trigger_parameter_sync_step, queue.groups_per_batch
+        # The admission rule of the design, with W = every * size and v / k * W = held * size.
         limit = ceil((1 + exact_ratio(queue.async_generation_ratio)) * every * size + held * size)
         limit += queue.oversample_groups
         if used > limit:
@@ -193,7 +194,7 @@ class Watch:
         if outcome in (ReleaseReason.FILTERED, ReleaseReason.FAILED) and not self._closed:
             self.decided.append((self.steps_done, self.slots[group_id].prompt_index, outcome.value))
         if outcome is ReleaseReason.UNUSED:
-            del self.where[group_id], self.slots[group_id]
+            del self.where[group_id], self.slots[group_id]  # the queue undoes the admission, too
 
     def step_trained(self, step: int) -> None:
         """A step is reported to the queue as done."""
@@ -282,6 +283,7 @@ class Watch:
         elif sample.behaviour_logprobs != expected_logprobs(name, start, mask, sample.version_runs):
             told = [sampled_as(x) for x, m in zip(sample.behaviour_logprobs, mask, strict=True) if m]
             labels = [v for v, count in sample.version_runs for _ in range(count)]
+            # 7: the labels are wrong; 13: something else is.
             number = 7 if [v for v, _, _ in told] != [v for v, m in zip(labels, mask, strict=True) if m] else 13
             self.report(number, f"sample {name} says versions {labels}, engines told (version, answer, place) {told}")
 

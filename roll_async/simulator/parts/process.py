@@ -55,7 +55,7 @@ class SimProcess(RpcChannel):
                 await asyncio.wait({work})
         if self.dead:
             if not work.cancelled():
-                work.exception()
+                work.exception()  # marks it as retrieved
             raise ConnectionError(f"{ROLE}: process is gone")
         return work.result()
 
