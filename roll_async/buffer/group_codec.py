@@ -87,7 +87,7 @@ class _ArrayReader:
 
     def raw(self, size: int) -> bytes:
         part = self._block[self._position : self._position + size]
-        if len(part) != size:
+        if len(part) != size:  # a slice beyond the end is short, and raises nothing
             raise ValueError(f"block ends after {len(self._block)} bytes, {self._position + size} expected")
         self._position += size
         return part

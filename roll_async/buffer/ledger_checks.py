@@ -129,6 +129,7 @@ def take_position(db: sqlite3.Connection, step: int, state: Mapping[str, object]
     )
     db.execute(
         "INSERT INTO groups (prompt_index, group_id, state, consumed_step, after_step, reason)"
+        # Group -1: the checkpoint knows positions alone.
         " SELECT prompt_index, -1, 'trained', ?, ?, ? FROM done"
         " WHERE prompt_index NOT IN (SELECT prompt_index FROM groups)",
         (step, step, _FROM_CHECKPOINT),

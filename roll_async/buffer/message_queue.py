@@ -251,7 +251,7 @@ class MessageQueue:
         stall_timeout_s without a change.
         """
         taken = self._book.counts[GroupState.TRAINING]
-        if step != self._last_taken + (0 if taken else 1):
+        if step != self._last_taken + (0 if taken else 1):  # a step that is taken in parts is asked for again
             raise RuntimeError(f"take_batch({step}) after step {self._last_taken}: steps take their batches in order")
         wanted = self._options.groups_per_batch - taken if num_groups is None else num_groups
         assert 0 < wanted <= self._options.groups_per_batch - taken, f"step {step} cannot take {wanted} more groups"
@@ -360,6 +360,7 @@ class MessageQueue:
         """Plain JSON: the position in the prompt stream once `step` is trained, which suffices to resume after it
         without a ledger. The groups that `step` took count as trained, whether that is recorded yet or not.
         """
+        # Of an earlier step: what is taken since is open.
         done = GroupState.TRAINING if step == self._last_taken else None
         open_indexes = {e.slot.prompt_index for e in self._book.entries.values() if e.state is not done} | {
             i for i, _ in (*self._requeued, *self._closed_slots)

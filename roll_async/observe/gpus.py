@@ -42,7 +42,7 @@ class Gpus:
         self._nvml = nvml
         chosen = range(nvml.nvmlDeviceGetCount()) if indexes is None else indexes
         self._handles = {index: nvml.nvmlDeviceGetHandleByIndex(index) for index in chosen}
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # the thread adds to the sums that `metrics` resets
         self._sums: dict[int, float] = dict.fromkeys(self._handles, 0.0)
         self._peaks: dict[int, int] = dict.fromkeys(self._handles, 0)
         self._count = 0
@@ -55,7 +55,7 @@ class Gpus:
         self._thread.start()
 
     def _run(self) -> None:
-        while not self._ended.wait(_EVERY_S):
+        while not self._ended.wait(_EVERY_S):  # a sleep that `close` ends at once
             self.sample()
 
     def sample(self) -> None:

@@ -17,6 +17,7 @@ def exposition(metrics: Mapping[str, float], *, run: str) -> str:
     lines = []
     for key, value in sorted(metrics.items()):
         name = "roll_async_" + _NOT_IN_NAMES.sub("_", key)
+        # Python writes inf and nan, Prometheus +Inf and NaN.
         shown = repr(float(value)) if math.isfinite(value) else {math.inf: "+Inf", -math.inf: "-Inf"}.get(value, "NaN")
         lines += [f"# TYPE {name} gauge", f'{name}{{run="{label}"}} {shown}']
     return "\n".join(lines) + "\n"

@@ -64,7 +64,7 @@ class Recorder:
             undo.callback(self.close)  # one that cannot be made leaves no other open
             for create_one in self._create.values():
                 self._of_branch.append(create_one())
-            undo.pop_all()
+            undo.pop_all()  # all are made: nothing is to be undone
 
     def begin(self) -> None:
         """Start the clock of `time_s` when all roles have started. Restarts do not reset it."""

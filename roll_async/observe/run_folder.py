@@ -123,7 +123,7 @@ class RunFolder:
         into.mkdir(parents=True, exist_ok=True)
         for name in ("metrics.jsonl", "config.yaml", "run.json"):
             if (self.path / name).is_file():
-                shutil.copy2(self.path / name, into / name)
+                shutil.copy2(self.path / name, into / name)  # a copy: the run goes on with what these say until `step`
         self.truncate_metrics(step)
         later = self.record is not None and self.record.exported_step > step
         for name in ("reward.png", "tensorboard", *(["hf"] if later else [])):

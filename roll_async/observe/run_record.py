@@ -103,6 +103,7 @@ class FolderLock:
         self._file = path.with_name(f".{path.name}.lock")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            # Without O_TRUNC: the text names the holder as long as the lock is not ours.
             self._handle = os.open(self._file, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise cannot(f"{key} {path}: cannot be written", error, key) from error

@@ -97,7 +97,7 @@ class LoopCheckpoint:
 
     async def finish(self) -> None:
         """Wait for the save in the background, if any."""
-        pending, self._pending = self._pending, None
+        pending, self._pending = self._pending, None  # first: its error is raised once, not with the next save again
         if pending is not None:
             await pending
 
@@ -108,7 +108,7 @@ class LoopCheckpoint:
         if error is None:
             await self.finish()
         elif self._pending is not None:
-            self._pending.cancel()
+            self._pending.cancel()  # its folder keeps the temporary name, which no resume takes
 
 
 async def restore_loop(

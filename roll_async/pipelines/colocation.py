@@ -179,7 +179,7 @@ class PhaseSwitcher:
             return
         assert self.current is DevicePhase.TRAIN, "a push from phase GENERATE: the ranks have no weights to send"
         for name, group in self._groups.items():
-            kinds = _TRAINING_ONLY if name == _PUSHED_ROLE else STATE_KINDS
+            kinds = _TRAINING_ONLY if name == _PUSHED_ROLE else STATE_KINDS  # its weights are what is sent
             self.memory.record_ranks(name, await group.offload_states(kinds))
         self.memory.check_released([name for name in self._groups if name != _PUSHED_ROLE])
         # Without the KV cache, which is the larger part and would not fit beside the trainer's weights.
@@ -188,6 +188,7 @@ class PhaseSwitcher:
 
     async def _wake_engines(self) -> None:
         """Offload all state of the ranks, then give the engines their KV cache. They stay paused."""
+        # First: the KV cache takes the memory they free.
         await self._record_groups(lambda group: group.offload_states())
         self.memory.check_released(list(self._groups))
         await self._record_replicas(lambda replica: replica.wake([KV_CACHE]))

@@ -274,6 +274,7 @@ def merged_reports(reports: Sequence[StepReport]) -> StepReport:
     if len(reports) == 1:
         return reports[0]
     metrics = {}
+    # A dict, because a set would not keep the order of keys.
     for key in dict.fromkeys(key for r in reports for key in r.metrics):
         values = [(r.metrics[key], r.num_samples) for r in reports if key in r.metrics]
         if key in _COUNTS:

@@ -146,6 +146,7 @@ class ReplicaValidation(Validation):
         """
         super().__init__(sets, source, manager, lambda: self._claimed_for)
         self._engines, self._supervisor, self._pause_timeout_s = manager, supervisor, pause_timeout_s
+        # Of the start: a lost one stays theirs while it is started again.
         self._names = {client.name for client in manager.clients}
         self._joins: Joins | None = None
         self._claimed: dict[str, Replica] = {}

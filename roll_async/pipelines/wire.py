@@ -204,7 +204,7 @@ def build_rollout(
         rollouter if roles.devices is None else roles.devices,  # which know whether a phase has paused the engines
         lambda: manager.clients,  # asked again at every push: replicas come and go
         options.sync,
-        weights_held=queue.weights_held,
+        weights_held=queue.weights_held,  # a push raises the admission limit
         remove_replica=lambda name, reason: owner(name).remove_replica(name, reason),
         readmit=lambda client: owner(client.name).readmit(client),
         expects_return=lambda: manager.expects_return,

@@ -87,7 +87,7 @@ class AnswerRunner:
         began_s = loop.time()
         end = tree.add_request(None, prompt.token_ids, role="user", started_s=began_s)
         while True:
-            number, path = len(tree.turns), tree.token_ids(end)
+            number, path = len(tree.turns), tree.token_ids(end)  # a turn is a request with the whole text so far
             # The budget is one for the whole answer, results of tools included: a turn has what is left of it.
             left = sampling.max_new_tokens - (len(path) - len(prompt.token_ids))
             turn = GenerateRequest(

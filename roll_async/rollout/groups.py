@@ -288,6 +288,7 @@ class GroupRunner:
         options, worlds = self._options, self.runner.cancels_on_abort
         baseline = ends.get(f"{name}/greedy")
         samples = {key: end for key, end in ends.items() if end is not baseline}
+        # With redundancy more than N may have ended well.
         kept = [end for end in samples.values() if isinstance(end, Trajectory)][: options.samples_per_group]
         bad = [end for end in ends.values() if isinstance(end, Ended)]
         # The greedy answer counts: the group waits for its last token, too.

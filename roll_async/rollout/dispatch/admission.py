@@ -74,7 +74,7 @@ class LengthSurvival:
         risk = [0.0] * (last + 2)  # first those that leave in each bucket, then those that reach it
         ends = [0.0] * (last + 2)
         for bucket, weight in self._ends.items():
-            ends[min(bucket, last)] += weight / self._now
+            ends[min(bucket, last)] += weight / self._now  # longer ones of before end where answers must end now
             risk[min(bucket, last)] += weight / self._now
         for num_tokens in running:
             risk[min(_bucket(num_tokens), last)] += 1.0
@@ -84,7 +84,7 @@ class LengthSurvival:
         for bucket in range(last + 1):
             shares.append(alive)
             width = _first(bucket + 1) - _first(bucket)
-            prior = 1 - exp(-width / max(1, longest))
+            prior = 1 - exp(-width / max(1, longest))  # lengths with the mean `longest`: 1 / e of them reach it
             alive *= 1 - (ends[bucket] + _PRIOR_WEIGHT * prior) / (risk[bucket] + _PRIOR_WEIGHT)
         shares.append(0.0)
         return shares
@@ -222,7 +222,7 @@ class Admission:
         if not self.by_kv or (link.load is not None and link.load.kv is None):
             return self._cap
         found = self._replicas.get(link)
-        return 1 if found is None else found.slots
+        return 1 if found is None else found.slots  # None: it has not reported its load yet
 
     def sent(self, link: ReplicaLink, pending: PendingRequest) -> None:
         """A request is sent to the replica."""

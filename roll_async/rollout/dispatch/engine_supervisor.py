@@ -153,7 +153,7 @@ class EngineSupervisor:
         """Remove a replica, running or being restarted, that does not accept the weights."""
         if any(client.name == name for client in self._manager.clients):
             await self._manager.remove(name, reason)
-        elif not self.lost(name, reason):
+        elif not self.lost(name, reason):  # one on its way has no link in the manager, which would tell of the loss
             self._manager.give_up(name, reason)
 
     async def readmit(self, client: Replica) -> None:

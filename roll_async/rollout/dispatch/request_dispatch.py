@@ -89,7 +89,7 @@ class RequestDispatch:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for pending in [*self._waiting, *(attempt.request for attempt in self._all_in_flight())]:
-            pending.result.cancel()
+            pending.result.cancel()  # no reader is left that could set it
         self._waiting.clear()
 
     async def wait_failed(self) -> None:
@@ -208,7 +208,7 @@ class RequestDispatch:
             key = pending.conversation if waits_for_home else pending.affinity
             name = self._choice.choose(key, self._avoided(pending))
             if name is None:
-                passed.append(pending)
+                passed.append(pending)  # those with room have failed it
                 continue
             if pending.conversation is not None:
                 self._choice.settle(pending.conversation, name)
@@ -467,7 +467,7 @@ class RequestDispatch:
         del self._links[link.name]
         orphans = link.close()
         self._counts.dropped(link, asyncio.get_running_loop().time())
-        self._counts.in_flight -= len(orphans)
+        self._counts.in_flight -= len(orphans)  # `close` has ended them past `_end`, which counts
         self._choice.remove(link.name)
         self._admission.remove(link)
         return orphans

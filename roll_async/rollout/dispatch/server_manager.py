@@ -78,6 +78,7 @@ class AsyncLLMServerManager(RequestDispatch):
             self._recall(self._all_in_flight())  # what no replica has yet must not reach a paused one
         await self._command("pause", lambda link: link.stop(pause), deadline - loop.time(), of_s=timeout_s)
         if mode != "keep":
+            # The tokens come with the replies, after the acknowledgement of the pause.
             await wait_drained(self._links.values(), min(REPLY_WITHIN_S, max(0.0, deadline - loop.time())))
             for link in [link for link in self._links.values() if link.in_flight]:
                 for attempt in list(link.in_flight.values()):  # the reply with its tokens did not come
@@ -162,6 +163,7 @@ class AsyncLLMServerManager(RequestDispatch):
     async def add(self, client: Replica) -> None:
         """A new or restarted replica joins; it must already hold the current weights, and run."""
         assert client.name not in self._links, f"{client.name} joins twice"
+        # A bool: a new replica, which was not there before, has not returned.
         self._counts.returned_servers += self._expected.pop(client.name, True)
         link = self._links[client.name] = ReplicaLink(client, self, self._spawn)
         self._begin(link)

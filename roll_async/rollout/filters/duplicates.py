@@ -39,7 +39,7 @@ class DuplicateAnswers:
         """A group has all its samples. Warns, once for each cause, of copies that chance does not explain."""
         alike: dict[bytes, list[Sample]] = defaultdict(list)
         for sample in group.samples:
-            alike[sample.response_token_ids.tobytes()].append(sample)
+            alike[sample.response_token_ids.tobytes()].append(sample)  # an array has no hash
         copies = [same for same in alike.values() if len(same) > 1]
         self._recent.append((sum(map(len, copies)), len(group.samples)))
         for same in copies:
