@@ -294,7 +294,7 @@ class SqliteLedger:
             )
         if self._fsync != "never":
             self._db.execute("PRAGMA synchronous=NORMAL")
-        self._step = step
+        self._step = step  # once it is committed: what is written from now on comes after it
 
     def restore(self, step: int, state: Mapping[str, object] | None = None) -> Recovered:
         """Go back to a restored step: groups that later steps consumed are available again, groups filtered or failed
@@ -307,7 +307,7 @@ class SqliteLedger:
         except DamagedLedger as error:
             if state is None or not self._can_rebuild:
                 raise
-            self._disconnect()
+            self._disconnect()  # before the file is moved: it is open, and locked
             self._start_over(error)
             return self._restore(step, state)
 

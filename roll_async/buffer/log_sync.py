@@ -20,7 +20,7 @@ class LogSync:
     """
 
     def __init__(self, path: Path) -> None:
-        self._handle: int | None = os.open(path, os.O_RDONLY)
+        self._handle: int | None = os.open(path, os.O_RDONLY)  # enough for `fsync` on Linux
         self._under_way: asyncio.Task[None] | None = None
         self._next: asyncio.Task[None] | None = None
 

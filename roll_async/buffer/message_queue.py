@@ -138,7 +138,7 @@ class MessageQueue:
                 self._audit.dropped(group)
                 self._dropped_surplus += 1
                 if not entry.surplus:
-                    self._book.mark_surplus(entry)
+                    self._book.mark_surplus(entry)  # else its prompt would begin again under the same weights
                 await self.release(group.group_id, ReleaseReason.REQUEUED, "surplus", group=group)
                 return False
             if self._closed:

@@ -154,12 +154,12 @@ class PhaseSwitcher:
 
     async def release(self) -> None:
         """Phase GENERATE, in which the engines run."""
-        if self.current is DevicePhase.TRAIN:
+        if self.current is DevicePhase.TRAIN:  # no push came: the same changes, without a transfer
             await self._push()
         if self.current is DevicePhase.PUSH:
             await self._wake_engines()
         if self._paused:
-            await self._engines.resume()
+            await self._engines.resume()  # last: without a KV cache they cannot run
             self._paused = False
 
     async def _train(self, level: int) -> None:

@@ -106,7 +106,7 @@ class Validation:
         except BaseExceptionGroup as errors:
             raise first_cause(errors) from None
         finally:
-            self._yield(False)
+            self._yield(False)  # also after an error: the order of requests is that of training again
         metrics, num_other = {"validation/version": float(version or 0)}, 0
         for held_out, answers in zip(self._sets, asked, strict=True):
             answered = answers.result()
@@ -258,6 +258,7 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
     >>> pass_at_k(4, 1, 2)
     0.5
     """
+    # `comb` is 0 where fewer than k are wrong: the chance is 1.
     return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
@@ -277,6 +278,7 @@ def _of_part(part: Sequence[_Scored], num_drawn: int) -> dict[str, float]:
         "prompts": float(len(means)),
         "reward": mean([r.score for _, _, r in part]),
         "accuracy": mean([accuracy(r) for _, _, r in part]),
+        # Sampled tokens alone, without what tools and worlds say.
         "length_mean": mean([sum(sum(row.loss_mask) for row in rows) for _, rows, _ in part]),
         "truncated": mean([float(rows[-1].finish_reason is FinishReason.LENGTH) for _, rows, _ in part]),
     }

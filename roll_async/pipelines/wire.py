@@ -191,7 +191,7 @@ def build_rollout(
     canary = None
     if options.canary is not None:
         canary = Canary(canary_rows(_texts(roles.prompts), options.canary), roles.weights, options.canary)
-        queue.taken = canary.taken
+        queue.taken = canary.taken  # where there are no prompts before the first batch, it gives the rows
     sets = [HeldOut(name, prompts, options.validation[name]) for name, prompts in roles.validation.items()]
     own = None if roles.validators is None else _build_own_validation(sets, roles, roles.validators, options)
 
@@ -207,7 +207,7 @@ def build_rollout(
         weights_held=queue.weights_held,  # a push raises the admission limit
         remove_replica=lambda name, reason: owner(name).remove_replica(name, reason),
         readmit=lambda client: owner(client.name).readmit(client),
-        expects_return=lambda: manager.expects_return,
+        expects_return=lambda: manager.expects_return,  # else a push that reaches no replica ends the run
         canary=canary,
         devices=OWN_DEVICES if roles.devices is None else roles.devices,
     )

@@ -111,7 +111,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """The run is over: what cleans up behind it is not killed, and bounded by rounds of its own."""
         self._closing = True
 
-    def _process_events(self, event_list: list[object]) -> None:
+    def _process_events(self, event_list: list[object]) -> None:  # `select` returns none
         pass
 
     def run_in_executor(self, executor: object, func: Callable[..., object], *args: object) -> asyncio.Future[object]:

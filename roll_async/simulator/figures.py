@@ -72,7 +72,7 @@ def _standard_error(ends_s: list[float]) -> float:
     size = (len(ends_s) - 1) // _BLOCKS
     if not size:
         return 0.0
-    edges = ends_s[::size][: _BLOCKS + 1]
+    edges = ends_s[::size][: _BLOCKS + 1]  # steps that do not fill a block are left out
     return stdev([(after - before) / size for before, after in pairwise(edges)]) / sqrt(_BLOCKS)
 
 

@@ -175,7 +175,7 @@ class SimulatedRun:
     async def _build(self, stack: AsyncExitStack) -> RLVRPipeline:
         scenario = self._scenario
         classes = self._watched()
-        stack.push_async_callback(self._close)
+        stack.push_async_callback(self._close)  # first in, last out: replicas end after their managers
         starter = SimStarter(scenario, self.watch, self._new_replica, self.replicas)
         replicas = [starter.first(faults) for faults in scenario.engines]
         options = EngineOptions(
@@ -316,7 +316,7 @@ class SimulatedRun:
     def _crash(self, replica: SimReplica) -> None:
         now = asyncio.get_running_loop().time()
         self.outcome.spans.append(("faults", f"{replica.name} crashed", now, now, {}))
-        self.watch.died(replica.engine)
+        self.watch.died(replica.engine)  # first: the crash takes its tokens
         replica.crash()
 
     def _stop(self, pipeline: RLVRPipeline) -> None:

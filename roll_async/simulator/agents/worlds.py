@@ -135,7 +135,7 @@ class WorldBook:
         if self._lock_step:
             self._open[world] = True
             self._look()
-            if self._open[world]:
+            if self._open[world]:  # else it was the last one, and `_look` has begun the next turn
                 await self._all_ended.wait()
 
     def _look(self) -> None:

@@ -214,6 +214,7 @@ class SimEngine:
     async def load_bucket(self, bucket: Bucket) -> None:
         self._check_alive()
         assert self._arrived is not None, "load_bucket before begin_update"
+        # With the number of the push: another attempt loses other buckets.
         if uniform(self._seed, "bucket", self.name, self._pushes, bucket.index) >= self._faults.lost_bucket_share:
             self._arrived[1].append(bucket.blocks[0].location)
 
@@ -317,6 +318,7 @@ class SimEngine:
     def _preempt(self) -> None:
         """The youngest give up their KV cache until each of the others has room for its next token."""
         total = self._speed.kv_tokens
+        # The last one stays: one request runs, however long it is.
         while total is not None and len(self._running) > 1 and self._kv_used() + len(self._running) > total + _ROUNDING:
             running = self._leave(next(reversed(self._running)))  # the youngest: a dict keeps its order
             self._count(running)

@@ -154,6 +154,7 @@ class SimReplica(Proxy, Replica):
         self._check()
         self._calls += 1
         if self._faults.way_s:
+            # With the number of the call: each has a latency of its own.
             await asyncio.sleep(self._faults.way_s * uniform("way", self._seed, self.name, self._calls))
             self._check()  # it may have died while the call was on its way
         if _begun(self._faults.errors_from_s):
