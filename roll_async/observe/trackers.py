@@ -98,6 +98,7 @@ class WandbTracker:
         import wandb
 
         given = {"name": folder.name, **({"id": run, "resume": "allow"} if run else {}), **options}
+        # Popped in any case: `wandb.init` does not know the name log_dir.
         given.setdefault("dir", given.pop("log_dir", None) or str(folder))
         if key := given.pop("api_key", None):  # wandb.login would write it into the home folder
             given["settings"] = {"api_key": key, **_taken(given, "settings")}

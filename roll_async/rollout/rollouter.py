@@ -140,7 +140,7 @@ class Rollouter:
             await reserving
             while self._groups:
                 await asyncio.wait(list(self._groups.values()))  # a copy: groups leave the dict as they end
-            failure.cancel()  # neither ends by itself, and the TaskGroup waits for both
+            failure.cancel()  # both would wait on, and the TaskGroup for them
             surplus.cancel()
 
     async def _reserve(self, tasks: asyncio.TaskGroup) -> None:

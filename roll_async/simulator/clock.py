@@ -27,7 +27,7 @@ class OutOfEvents(RuntimeError):
     """The run, or the clean-up behind it, did not end within its rounds: a task polls, or ignores its cancellation."""
 
 
-class Killed(BaseException):
+class Killed(BaseException):  # no Exception, which the killed code could catch
     """The simulated process was killed: no cleanup of it may matter."""
 
 

@@ -99,7 +99,7 @@ class FaultyParts:
     """A sub-class of `trainer/learner.py: Learner`, which needs torch; None = itself, where a world wants one."""
 
 
-class _Found(BaseException):
+class _Found(BaseException):  # no Exception, which the parts under test could catch
     """An invariant is broken: what comes after it says nothing."""
 
 

@@ -26,7 +26,7 @@ class _Capacity:
     @property
     def weight(self) -> float:
         """Relative share of the requests it gets; 0 = it has no free slot."""
-        # Negative when later turns went to a full replica, or its limit fell.
+        # Free slots are below 0 when later turns went to a full replica, or its limit fell.
         return max(0, self.free_slots) * (self.kv + _KV_FLOOR)
 
     @property
