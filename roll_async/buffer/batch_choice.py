@@ -90,6 +90,7 @@ class BatchChoice:
             return False
         kept = Counter(book.entries[i].slot.admitted_version for i in book.buffered_ids)
         kept[entry.slot.admitted_version] += 1
+        # A step of which a part is taken goes on; else the next step is the first to take any.
         return self._excess(kept, last_taken if self._taken else last_taken + 1, self._taken) is not None
 
     def still_fits(self, admitted_version: WeightVersion, next_step: int) -> bool:

@@ -71,7 +71,7 @@ class GroupAccounting:
         if before is GroupState.BUFFERED:
             self.buffered_ids.remove(group_id)
         if state is GroupState.BUFFERED:
-            insort(self.buffered_ids, group_id)
+            insort(self.buffered_ids, group_id)  # groups finish, and are restored, in any order
         if before in _WAITING and state not in _WAITING and not entry.surplus:
             self._leave(entry)
         entry.state = state
@@ -98,7 +98,7 @@ class GroupAccounting:
     def _leave(self, entry: Entry) -> None:
         version = entry.slot.admitted_version
         self.waiting_by_version[version] -= 1
-        if not self.waiting_by_version[version]:
+        if not self.waiting_by_version[version]:  # else every version of the run would stay as a key
             del self.waiting_by_version[version]
 
     @property

@@ -55,11 +55,11 @@ def _first(at: PromptAt) -> list[Prompt]:
 def _said(prompt: Prompt) -> bytes:
     """A row's content; a task without a row (a world and its seed) is what its fields say."""
     content = prompt.content or [prompt.row_id, prompt.text, prompt.ground_truth, dict(prompt.extra)]
-    return json.dumps([prompt.domain, content], sort_keys=True).encode()
+    return json.dumps([prompt.domain, content], sort_keys=True).encode()  # a row's keys may come in any order
 
 
 def _checksum(said: bytes) -> str:
-    return f"{zlib.crc32(said):0{_DIGITS}x}"
+    return f"{zlib.crc32(said):0{_DIGITS}x}"  # of fixed width: `_first_change` cuts the text into its checksums
 
 
 def changes(before: Fingerprint, now: Fingerprint) -> dict[str, str]:
@@ -75,7 +75,7 @@ def changes(before: Fingerprint, now: Fingerprint) -> dict[str, str]:
 def require_own_ledger(stored: Fingerprint, now: Fingerprint) -> None:
     """Raises LedgerError for the ledger of another run."""
     whose = stored.get(RUN)
-    if whose is not None and whose != now.get(RUN, whose):
+    if whose is not None and whose != now.get(RUN, whose):  # without an id nothing is compared
         raise LedgerError(
             f"the ledger is of run {whose}, and this is run {now[RUN]}: set ledger.path to a file of its own, or "
             "continue that run with its exp_name and checkpoint.resume_from=latest"
@@ -93,7 +93,7 @@ def same_or_regenerate(before: Fingerprint, now: Fingerprint, *, step: int, at: 
             f"the run to resume (step {step}) had other prompts: {what}; a position in the stream means another prompt "
             "now: restore the old data and seed, or start a new run: leave out checkpoint.resume_from"
         )
-    if RENDERING in changed and PROMPTS not in changed:
+    if RENDERING in changed and PROMPTS not in changed:  # other rows have other tokens in any case
         what = _first_change(before[RENDERING], now[RENDERING], at)
         logger.warning("the same rows are rendered to other tokens than before (tokenizer or chat template): %s", what)
     others = {name: how for name, how in changed.items() if name not in (PROMPTS, RENDERING)}
@@ -107,6 +107,7 @@ def _first_change(before: str, now: str, at: PromptAt | None) -> str:
     """The first position at which two lists of checksums differ, and the prompt there."""
     skip = len(_FORMAT) if now.startswith(_FORMAT) else 0
     lists = [[text[i : i + _DIGITS] for i in range(skip, len(text), _DIGITS)] for text in (before, now)]
+    # Not strict: one of them may have fewer prompts.
     same = next((i for i, (a, b) in enumerate(zip(*lists, strict=False)) if a != b), min(map(len, lists)))
     prompt = None if at is None else at(same)
     shown = "" if prompt is None else f" is row {prompt.row_id}, {prompt.text[:_SHOWN_CHARACTERS]!r}, and was another"

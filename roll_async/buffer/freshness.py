@@ -29,7 +29,7 @@ def group_bytes(group: Group) -> int:
     """Bytes of the token arrays of a group: ids and log-probs 4 each, loss mask 1, recorded experts 1 or 2 each."""
     size = 4 * len(group.prompt.token_ids)
     for sample in group.samples:
-        shared = sample.prompt_token_ids is group.prompt.token_ids
+        shared = sample.prompt_token_ids is group.prompt.token_ids  # an equal array of its own takes memory again
         size += 9 * len(sample.response_token_ids) + (0 if shared else 4 * len(sample.prompt_token_ids))
         if sample.experts is not None:
             size += sample.experts.ids.itemsize * len(sample.experts.ids)
@@ -43,7 +43,7 @@ def trained_tokens_by_version(sample: Sample) -> Counter[WeightVersion]:
     for version, count in sample.version_runs:
         counts[version] += sample.loss_mask.count(1, position, position + count)
         position += count
-    return +counts
+    return +counts  # the + drops versions without a trained token
 
 
 def newest_trained_version(group: Group) -> WeightVersion | None:
@@ -118,7 +118,7 @@ def censored_mean(finished: Mapping[int, int], censored: Mapping[int, int]) -> f
     for value in sorted({*finished, *censored}):
         mean += share * (value - before)
         ended = finished.get(value, 0)
-        share *= 1 - ended / at_risk
+        share *= 1 - ended / at_risk  # those aborted at this length still were at risk here
         at_risk -= ended + censored.get(value, 0)
         before = value
     return mean
@@ -182,6 +182,7 @@ class BatchFreshness:
                 for version, count in trained_tokens_by_version(sample).items():
                     lag = staleness(step=step, version=version)
                     by_versions[lag] += count
+                    # Versions pushed since the group finished: never more than the lag, whose rest arose in flight.
                     waited = min(lag, max(0, staleness(step=step, version=finished)))
                     queue += count * waited
                     in_flight += count * (lag - waited)

@@ -87,7 +87,7 @@ class _ArrayReader:
 
     def raw(self, size: int) -> bytes:
         part = self._block[self._position : self._position + size]
-        if len(part) != size:
+        if len(part) != size:  # a slice beyond the end is short, and raises nothing
             raise ValueError(f"block ends after {len(self._block)} bytes, {self._position + size} expected")
         self._position += size
         return part
@@ -111,6 +111,7 @@ def decode_group(header: str, block: bytes) -> Group:
         samples.append(
             Sample(
                 sample_id=item["sample_id"],
+                # One array for all samples, as it was when they were generated.
                 prompt_token_ids=prompt.token_ids if own is None else reader.numbers("i", own),
                 response_token_ids=reader.numbers("i", size),
                 behaviour_logprobs=reader.numbers("f", size),

@@ -209,6 +209,7 @@ class SqliteLedger:
     def _connect(self) -> None:
         with self._naming("opening"):
             self._path.parent.mkdir(parents=True, exist_ok=True)
+            # `isolation_level` None: Python's sqlite3 begins no transaction of its own.
             self._db = sqlite3.connect(self._path, timeout=1.0, isolation_level=None)
             try:
                 self._open()
@@ -225,7 +226,7 @@ class SqliteLedger:
     def _open(self) -> None:
         # EXCLUSIVE keeps a second run from using the file as long as this one lives.
         self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
-        self._db.execute(f"PRAGMA page_size={_PAGE_BYTES}")
+        self._db.execute(f"PRAGMA page_size={_PAGE_BYTES}")  # before WAL, in which it cannot be changed
         mode = self._db.execute("PRAGMA journal_mode=WAL").fetchone()[0]
         if mode != "wal":
             raise LedgerError(f"ledger {self._path}: its file system has no write-ahead log ({mode}); use a local disk")
@@ -233,12 +234,12 @@ class SqliteLedger:
             logger.warning("ledger %s: its log breaks off; what it said after that is generated again", self._path)
         self._db.execute(f"PRAGMA synchronous={_FSYNC[self._fsync]}")
         self._db.execute(f"PRAGMA wal_autocheckpoint={_WAL_PAGES}")
-        self._db.execute("BEGIN IMMEDIATE")
+        self._db.execute("BEGIN IMMEDIATE")  # takes the write lock now, not with the first write
         found = self._db.execute("PRAGMA user_version").fetchone()[0]
         known = self._db.execute("SELECT count(*) FROM sqlite_master WHERE name = 'groups'").fetchone()[0]
         if known and found not in (_FORMAT, _WITHOUT_SUMS):
             raise LedgerError(f"ledger {self._path} has format {found}, this version writes {_FORMAT}; move it away")
-        for statement in _SCHEMA.split(";\n"):
+        for statement in _SCHEMA.split(";\n"):  # `executescript` would commit the transaction first
             self._db.execute(statement)
         keep_sums(self._db)
         if found != _FORMAT:
@@ -252,6 +253,7 @@ class SqliteLedger:
         """Record a finished group; `durable` waits for the disk."""
         header, block = encode_group(group)
         rewards = json.dumps([None if s.reward is None else s.reward.score for s in group.samples])
+        # INSERT without OR REPLACE: a position that finishes twice violates the primary key.
         with self._transaction(f"group {group.group_id} (prompt {prompt_index})"):
             self._db.execute(
                 "INSERT INTO groups (prompt_index, group_id, state, after_step, newest_version, finished_version,"
@@ -280,19 +282,19 @@ class SqliteLedger:
     def trained(self, step: int, prompt_indexes: Sequence[int]) -> None:
         """Step `step` consumed these groups: the step and its groups in one transaction."""
         if self._fsync != "never":  # a synchronized commit makes all earlier commits of the log durable, too
-            self._db.execute("PRAGMA synchronous=FULL")
+            self._db.execute("PRAGMA synchronous=FULL")  # SQLite does not change it inside a transaction
         with self._transaction(f"step {step} (prompts {', '.join(map(str, prompt_indexes[:8]))} ...)"):
             self._db.execute("INSERT INTO steps (step) VALUES (?)", (step,))
             changed = self._db.executemany(
                 "UPDATE groups SET state = 'trained', consumed_step = ? WHERE prompt_index = ? AND state = 'buffered'",
                 [(step, index) for index in prompt_indexes],
             ).rowcount
-            assert changed == len(prompt_indexes), (
+            assert changed == len(prompt_indexes), (  # inside the transaction, which it rolls back
                 f"step {step}: {changed} of {len(prompt_indexes)} groups were buffered"
             )
         if self._fsync != "never":
             self._db.execute("PRAGMA synchronous=NORMAL")
-        self._step = step
+        self._step = step  # once it is committed: what is written from now on comes after it
 
     def restore(self, step: int, state: Mapping[str, object] | None = None) -> Recovered:
         """Go back to a restored step: groups that later steps consumed are available again, groups filtered or failed
@@ -305,7 +307,7 @@ class SqliteLedger:
         except DamagedLedger as error:
             if state is None or not self._can_rebuild:
                 raise
-            self._disconnect()
+            self._disconnect()  # before the file is moved: it is open, and locked
             self._start_over(error)
             return self._restore(step, state)
 
@@ -327,6 +329,7 @@ class SqliteLedger:
             self._db.execute("DELETE FROM steps WHERE step > ?", (step,))
             self._db.execute("DELETE FROM groups WHERE state IN ('filtered', 'failed') AND after_step > ?", (step,))
             self._db.execute(
+                # Version v is the weights after step v: those of later steps do not exist any more.
                 "DELETE FROM groups WHERE (state = 'buffered' OR consumed_step > ?) AND newest_version > ?",
                 (step, step),
             )
@@ -351,6 +354,7 @@ class SqliteLedger:
         with self._naming("reading"):
             rows = self._db.execute("SELECT prompt_index, state FROM groups").fetchall()
             last_id = self._db.execute("SELECT coalesce(max(group_id), -1) FROM groups").fetchone()[0]
+            # As BLOB: of a damaged text that is not UTF-8 sqlite3 raises before a checksum is compared.
             stored = self._db.execute(
                 "SELECT prompt_index, group_id, finished_version, CAST(header AS BLOB), CAST(block AS BLOB), checksum"
                 " FROM groups JOIN tokens USING (prompt_index) WHERE state = 'buffered' ORDER BY group_id"
@@ -444,7 +448,7 @@ def move_to_previous(path: str | Path) -> Path | None:
     if not source.exists():
         return None
     with suppress(DamagedLedger):
-        SqliteLedger(source, fsync="never").close()
+        SqliteLedger(source, fsync="never").close()  # raises where a run still uses it, and merges its log
     return _move(source, ".previous")
 
 
@@ -453,7 +457,7 @@ def _move(source: Path, ending: str) -> Path:
     target = source.with_name(source.name + ending)
     for suffix in ("", "-wal", "-shm"):
         part, moved = Path(f"{source}{suffix}"), Path(f"{target}{suffix}")
-        moved.unlink(missing_ok=True)
+        moved.unlink(missing_ok=True)  # an older log of that name would be taken for part of the moved file
         if part.exists():
             part.rename(moved)
     return target

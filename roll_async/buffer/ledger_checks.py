@@ -28,7 +28,7 @@ _LOG_HEAD, _FRAME_HEAD = 32, 24
 
 def keep_sums(db: sqlite3.Connection) -> None:
     """Create the triggers of this connection. They are not in the file, which other programs can read as before."""
-    db.create_function("row_checksum", -1, _row_checksum)
+    db.create_function("row_checksum", -1, _row_checksum)  # -1: of any number of columns
     for table in _COLUMNS:
         new, old = _checksum_of(table, "NEW."), _checksum_of(table, "OLD.")
         for event, rows, change in (("INSERT", 1, new), ("DELETE", -1, f"-{old}"), ("UPDATE", 0, f"{new} - {old}")):
@@ -71,11 +71,13 @@ def log_is_cut(db: sqlite3.Connection, log: Path) -> bool:
     """Whether the write-ahead log goes on after the last record that SQLite could read of it, which it does not tell:
     the process ended during a write, or the disk changed something. What follows is lost.
     """
+    # SQLite says -1 where there is no log.
     num_read = max(0, db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()[1])
     if not log.exists() or log.stat().st_size <= _LOG_HEAD:
         return False
     with log.open("rb") as file:
         head = file.read(_LOG_HEAD)
+        # The page size is at bytes 8 to 12, big-endian, as `from_bytes` reads by default.
         file.seek(_LOG_HEAD + num_read * (_FRAME_HEAD + int.from_bytes(head[8:12])))
         next_frame = file.read(_FRAME_HEAD)
     return not num_read or next_frame[8:16] == head[16:24]  # the salts; those of earlier rounds of the log differ
@@ -127,6 +129,7 @@ def take_position(db: sqlite3.Connection, step: int, state: Mapping[str, object]
     )
     db.execute(
         "INSERT INTO groups (prompt_index, group_id, state, consumed_step, after_step, reason)"
+        # Group -1: the checkpoint knows positions alone.
         " SELECT prompt_index, -1, 'trained', ?, ?, ? FROM done"
         " WHERE prompt_index NOT IN (SELECT prompt_index FROM groups)",
         (step, step, _FROM_CHECKPOINT),
@@ -151,4 +154,4 @@ def _sum_of(db: sqlite3.Connection, table: str) -> tuple[int, int]:
 
 
 def _row_checksum(*values: object) -> int:
-    return zlib.crc32(json.dumps(values).encode())
+    return zlib.crc32(json.dumps(values).encode())  # JSON tells 1 from '1', and NULL from ''

@@ -20,7 +20,7 @@ class LogSync:
     """
 
     def __init__(self, path: Path) -> None:
-        self._handle: int | None = os.open(path, os.O_RDONLY)
+        self._handle: int | None = os.open(path, os.O_RDONLY)  # enough for `fsync` on Linux
         self._under_way: asyncio.Task[None] | None = None
         self._next: asyncio.Task[None] | None = None
 
@@ -30,14 +30,14 @@ class LogSync:
             self._next = asyncio.create_task(self._after(self._under_way), name="ledger to the disk")
         try:
             async with asyncio.timeout(LIMIT_S):
-                await asyncio.shield(self._next)
+                await asyncio.shield(self._next)  # shared: one caller's cancellation must not end it for the others
         except TimeoutError:
             raise TimeoutError(f"the disk has not answered for {LIMIT_S:g} s") from None
 
     async def _after(self, under_way: asyncio.Task[None] | None) -> None:
         if under_way is not None:
-            await asyncio.wait({under_way})
-        self._under_way, self._next = self._next, None
+            await asyncio.wait({under_way})  # `wait` does not raise: its error is for those who wait for that call
+        self._under_way, self._next = self._next, None  # who writes from now on needs another call
         if self._handle is not None:
             await asyncio.to_thread(_sync, os.dup(self._handle))
 

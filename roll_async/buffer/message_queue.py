@@ -119,7 +119,7 @@ class MessageQueue:
         if self._requeued:
             index, attempt = heapq.heappop(self._requeued)
         else:
-            while self._next_index in self._done:
+            while self._next_index in self._done:  # after a restore: trained, filtered or failed before
                 self._next_index += 1
             index, attempt, self._next_index = self._next_index, 0, self._next_index + 1
         slot = Slot(group_id=self._next_id, prompt_index=index, admitted_version=self._held, attempt=attempt)
@@ -138,7 +138,7 @@ class MessageQueue:
                 self._audit.dropped(group)
                 self._dropped_surplus += 1
                 if not entry.surplus:
-                    self._book.mark_surplus(entry)
+                    self._book.mark_surplus(entry)  # else its prompt would begin again under the same weights
                 await self.release(group.group_id, ReleaseReason.REQUEUED, "surplus", group=group)
                 return False
             if self._closed:
@@ -152,9 +152,11 @@ class MessageQueue:
         oldest = group.oldest_version
         assert oldest is None or oldest >= entry.slot.admitted_version, f"group {group.group_id} is older than its slot"
         version = self._held or 0
+        # Before the book: if the ledger raises, the group is not buffered.
         self._ledger.finished(group, entry.slot.prompt_index, version)
         self._audit.generated(group)
         entry.group, entry.finished_version = group, version
+        # Before it is durable: the step that trains it makes all earlier commits durable, too.
         self._book.move(entry, GroupState.BUFFERED)
         self._notify()
         await self._ledger.durable()
@@ -249,7 +251,7 @@ class MessageQueue:
         stall_timeout_s without a change.
         """
         taken = self._book.counts[GroupState.TRAINING]
-        if step != self._last_taken + (0 if taken else 1):
+        if step != self._last_taken + (0 if taken else 1):  # a step that is taken in parts is asked for again
             raise RuntimeError(f"take_batch({step}) after step {self._last_taken}: steps take their batches in order")
         wanted = self._options.groups_per_batch - taken if num_groups is None else num_groups
         assert 0 < wanted <= self._options.groups_per_batch - taken, f"step {step} cannot take {wanted} more groups"
@@ -300,7 +302,7 @@ class MessageQueue:
         by_version = options.policy is not StalenessPolicy.WAIT
         if not by_version and options.max_age_s is None:
             return
-        for entry in [self._book.entries[i] for i in self._book.buffered_ids]:
+        for entry in [self._book.entries[i] for i in self._book.buffered_ids]:  # a copy: `move` changes the ids
             group = entry.group
             assert group is not None
             aged = options.max_age_s is not None and now - group.admitted_s > options.max_age_s
@@ -325,6 +327,7 @@ class MessageQueue:
         ended = self._no_more_prompts or self._stopped_reserving
         whole = len(entries) == self._options.groups_per_batch or (bool(entries) and ended)
         assert whole, f"step {step} trained {len(entries)} groups"
+        # First: if it raises, the groups stay in training and count as nothing.
         self._ledger.trained(step, [e.slot.prompt_index for e in entries])
         for entry in entries:
             assert entry.group is not None
@@ -357,6 +360,7 @@ class MessageQueue:
         """Plain JSON: the position in the prompt stream once `step` is trained, which suffices to resume after it
         without a ledger. The groups that `step` took count as trained, whether that is recorded yet or not.
         """
+        # Of an earlier step: what is taken since is open.
         done = GroupState.TRAINING if step == self._last_taken else None
         open_indexes = {e.slot.prompt_index for e in self._book.entries.values() if e.state is not done} | {
             i for i, _ in (*self._requeued, *self._closed_slots)
@@ -404,6 +408,7 @@ class MessageQueue:
                 self._readmit(stored.prompt_index, stored.group, stored.finished_version)
             else:
                 self._ledger.reopened(stored.prompt_index)
+        # Ascending, so a heap already.
         self._requeued = [(i, 1) for i in range(self._next_index) if i not in self._done and i not in kept]
         self._book.check()  # no waiter to wake before the run begins
 
@@ -485,6 +490,7 @@ class MessageQueue:
         """Wait for any change. Every batch_timeout_s of the whole wait, log what it waits for; raise StallError after
         stall_timeout_s without a change.
         """
+        # This event: `_notify` replaces it, and the next would miss a change.
         changed, options = self._changed, self._options
         while True:
             now = self._now()

@@ -42,7 +42,7 @@ class Gpus:
         self._nvml = nvml
         chosen = range(nvml.nvmlDeviceGetCount()) if indexes is None else indexes
         self._handles = {index: nvml.nvmlDeviceGetHandleByIndex(index) for index in chosen}
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # the thread adds to the sums that `metrics` resets
         self._sums: dict[int, float] = dict.fromkeys(self._handles, 0.0)
         self._peaks: dict[int, int] = dict.fromkeys(self._handles, 0)
         self._count = 0
@@ -55,19 +55,20 @@ class Gpus:
         self._thread.start()
 
     def _run(self) -> None:
-        while not self._ended.wait(_EVERY_S):
+        while not self._ended.wait(_EVERY_S):  # a sleep that `close` ends at once
             self.sample()
 
     def sample(self) -> None:
         """Ask once."""
         try:
+            # NVML tells it in percent.
             busy = {
                 i: self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100 for i, handle in self._handles.items()
             }
             used = {i: self._nvml.nvmlDeviceGetMemoryInfo(handle).used for i, handle in self._handles.items()}
         except self._nvml.NVMLError as error:
             logger.warning("the GPUs do not tell how busy they are: %s", error)
-            self._ended.set()
+            self._ended.set()  # one warning, not one every half second
             return
         with self._lock:
             self._count += 1
@@ -80,7 +81,7 @@ class Gpus:
         with self._lock:
             count, sums = self._count, dict(self._sums)
             self._count, self._sums = 0, dict.fromkeys(self._handles, 0.0)
-            peaks = dict(self._peaks)
+            peaks = dict(self._peaks)  # not reset: peaks are of the whole run
         if not count or not sums:
             return {}
         means = {index: total / count for index, total in sums.items()}

@@ -91,7 +91,7 @@ async def asked(
                 await asyncio.wait({task}, timeout=_GRACE_S)
             finally:  # also where this task is cancelled again: the end of the event loop would wait for it for ever
                 if not task.done():
-                    with suppress(RuntimeError):
+                    with suppress(RuntimeError):  # of a coroutine that goes on awaiting when it is closed
                         work.close()
                     task.cancel()
     if late:
@@ -125,6 +125,7 @@ def place_of(error: BaseException) -> str:
 
 
 def _is_of_python(file: str) -> bool:
+    # `<frozen importlib._bootstrap>`, `<string>`.
     return file.startswith("<") or file.startswith(_LIBRARY) and "site-packages" not in file
 
 
@@ -143,7 +144,7 @@ def text_of(value: object, longest: int = LONGEST_TEXT) -> str:
         case str():
             text = value
         case bytes() | bytearray():
-            text = value[: 4 * longest].decode(errors="replace")
+            text = value[: 4 * longest].decode(errors="replace")  # a character has 4 bytes at most
         case Mapping() | list() | tuple():
             text = json.dumps(plain(value), ensure_ascii=False)
         case _:
@@ -158,7 +159,7 @@ def plain(value: object, depth: int = 0) -> object:
     if depth > _DEEPEST:
         raise ValueError(f"nested more than {_DEEPEST} deep")
     match value:
-        case None | bool():
+        case None | bool():  # before the numbers: a bool is an Integral
             return value
         case str():
             return encodable(value)
@@ -178,10 +179,11 @@ def plain(value: object, depth: int = 0) -> object:
 def number(value: object, name: str) -> float:
     """A finite number, at most LARGEST in size. Raises ValueError for anything else."""
     try:
+        # `float` would take the text of a number for one.
         found = math.nan if isinstance(value, str | bytes | bytearray) else float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
         found = math.nan
-    if not abs(found) <= LARGEST:
+    if not abs(found) <= LARGEST:  # written so that NaN fails, too
         raise ValueError(
             f"{name} is {found if isinstance(value, float) else repr(value)[:50]}, no finite number to use"
         )

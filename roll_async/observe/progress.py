@@ -41,6 +41,7 @@ class ProgressLine:
         )
         if self._live:
             width = shutil.get_terminal_size().columns
+            # Padded over what is left of a longer line; a column less, because a full one may wrap.
             print("\r" + line[: width - 1].ljust(width - 1), end="", flush=True)
             self._dirty = True
         else:

@@ -17,6 +17,7 @@ def exposition(metrics: Mapping[str, float], *, run: str) -> str:
     lines = []
     for key, value in sorted(metrics.items()):
         name = "roll_async_" + _NOT_IN_NAMES.sub("_", key)
+        # Python writes inf and nan, Prometheus +Inf and NaN.
         shown = repr(float(value)) if math.isfinite(value) else {math.inf: "+Inf", -math.inf: "-Inf"}.get(value, "NaN")
         lines += [f"# TYPE {name} gauge", f'{name}{{run="{label}"}} {shown}']
     return "\n".join(lines) + "\n"
@@ -44,7 +45,7 @@ class PrometheusTracker:
                 self.end_headers()
                 self.wfile.write(tracker._text if known else b"only /metrics is here\n")
 
-            def log_message(self, format: str, *args: object) -> None:
+            def log_message(self, format: str, *args: object) -> None:  # else http.server writes each request to stderr
                 pass
 
         try:
@@ -57,6 +58,7 @@ class PrometheusTracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._newest |= metrics  # a validation between two logged steps is told without the rest
+        # Replaced as a whole: the thread reads it without a lock.
         self._text = exposition(self._newest, run=self._run).encode()
 
     def close(self) -> None:

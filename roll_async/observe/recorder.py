@@ -61,10 +61,10 @@ class Recorder:
         self.restarts = 0
         """Number of restarts of all roles (fault.max_run_restarts)."""
         with ExitStack() as undo:
-            undo.callback(self.close)
+            undo.callback(self.close)  # one that cannot be made leaves no other open
             for create_one in self._create.values():
                 self._of_branch.append(create_one())
-            undo.pop_all()
+            undo.pop_all()  # all are made: nothing is to be undone
 
     def begin(self) -> None:
         """Start the clock of `time_s` when all roles have started. Restarts do not reset it."""

@@ -44,7 +44,7 @@ class ReplicaRequests:
     def open(self) -> None:
         """From now on this process answers."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        self.close()
+        self.close()  # a process that was killed has left its files
         _write(self._run, {"host": socket.gethostname(), "pid": os.getpid()})
 
     def take(self) -> ReplicaRequest | None:
@@ -73,6 +73,7 @@ class ReplicaRequests:
         if run is None:
             raise ValueError(f"{self._folder.parent} is not running: only a run under way has replicas")
         pid, host = int(str(run["pid"])), str(run["host"])
+        # Of a process of another host only the time-out tells.
         if host == socket.gethostname() and not Path(f"/proc/{pid}").exists():
             raise ValueError(f"{self._folder.parent} is not running: its process {pid} is gone")
         request = ReplicaRequest(id=uuid.uuid4().hex, replicas=replicas, max_queue_size=max_queue_size)
@@ -80,7 +81,7 @@ class ReplicaRequests:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             found = _read(self._answer)
-            if found is not None and found["id"] == request.id:
+            if found is not None and found["id"] == request.id:  # the answer to an earlier question may still be there
                 if found["refused"]:
                     raise ValueError(str(found["text"]))
                 return str(found["text"])

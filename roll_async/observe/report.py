@@ -14,7 +14,7 @@ def draw(metrics: Sequence[Metrics], path: Path, title: str) -> None:
     """Reward, throughput and staleness over steps as a PNG."""
     import matplotlib
 
-    matplotlib.use("Agg")
+    matplotlib.use("Agg")  # before pyplot is imported, which would choose one for a display
     from matplotlib import pyplot
 
     steps = [m["step"] for m in metrics]
@@ -42,7 +42,7 @@ def draw(metrics: Sequence[Metrics], path: Path, title: str) -> None:
     figure.tight_layout()
     with writing(path):
         figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    pyplot.close(figure)  # pyplot keeps every figure that is not closed
 
 
 def summary(metrics: Sequence[Metrics], rows: Sequence[tuple[str, str]]) -> str:

@@ -123,7 +123,7 @@ class RunFolder:
         into.mkdir(parents=True, exist_ok=True)
         for name in ("metrics.jsonl", "config.yaml", "run.json"):
             if (self.path / name).is_file():
-                shutil.copy2(self.path / name, into / name)
+                shutil.copy2(self.path / name, into / name)  # a copy: the run goes on with what these say until `step`
         self.truncate_metrics(step)
         later = self.record is not None and self.record.exported_step > step
         for name in ("reward.png", "tensorboard", *(["hf"] if later else [])):
@@ -185,7 +185,7 @@ def log_to(files: Iterable[Path | str]) -> logging.Logger:
     """Everything logged by roll_async in this process is appended to these files, line by line beside others."""
     root = logging.getLogger("roll_async")
     root.setLevel(logging.INFO)
-    root.handlers.clear()
+    root.handlers.clear()  # a second start in one process would log every line twice
     root.propagate = False
     for path in files:
         with writing(Path(path)):
@@ -199,6 +199,7 @@ def redirect_output(path: Path) -> None:
     """Standard output and standard error of this process and its children, and what roll_async logs, are appended to
     the file.
     """
+    # O_APPEND: several processes write to one file, and none over the lines of another.
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (1, 2):
         os.dup2(file, stream)

@@ -103,6 +103,7 @@ class FolderLock:
         self._file = path.with_name(f".{path.name}.lock")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            # Without O_TRUNC: the text names the holder as long as the lock is not ours.
             self._handle = os.open(self._file, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise cannot(f"{key} {path}: cannot be written", error, key) from error
@@ -131,7 +132,7 @@ def is_locked(path: Path) -> bool:
     except OSError:
         return False
     try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two that only look do not see each other
     except OSError:
         return True
     finally:

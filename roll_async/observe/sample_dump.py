@@ -23,7 +23,7 @@ class SampleDump:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(f"tracking.rollout_dump_dir {folder}: {error.strerror}; choose another folder") from error
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="sample dump")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="sample dump")  # one: steps are written in their order
         self._pending: list[Future[None]] = []
 
     def write(self, step: int, rows: Sequence[Row]) -> None:

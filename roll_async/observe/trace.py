@@ -27,8 +27,9 @@ class Trace:
             self._left_out += 1
             return
         number = self._tracks.setdefault(track, len(self._tracks) + 1)
+        # The id pairs a begin with its end.
         common = {"name": name, "cat": track, "pid": 1, "tid": number, "id": len(self._events)}
-        self._events.append({**common, "ph": "b", "ts": start_s * 1e6, "args": args})
+        self._events.append({**common, "ph": "b", "ts": start_s * 1e6, "args": args})  # the format has microseconds
         self._events.append({**common, "ph": "e", "ts": end_s * 1e6})
 
     def write(self) -> None:

@@ -51,12 +51,14 @@ class TensorboardTracker:
         from tensorboard.plugins.text.summary_v2 import text_pb
         from tensorboard.summary.writer.record_writer import RecordWriter
 
+        # The number: two branches of a run may begin in the same second.
         name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}.{next(_FILES)}"
         self._path = folder / "tensorboard" / name
         with writing(self._path):
             self._path.parent.mkdir(exist_ok=True)
-            self._file = open(self._path, "ab", buffering=0)
+            self._file = open(self._path, "ab", buffering=0)  # a fault of the disk is raised by the write
         self._records = RecordWriter(self._file)
+        # TensorBoard reads the format from the first record.
         self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
         if run:
             self._write(Event(step=0, wall_time=time.time(), summary=text_pb("run_id", run)))
@@ -96,6 +98,7 @@ class WandbTracker:
         import wandb
 
         given = {"name": folder.name, **({"id": run, "resume": "allow"} if run else {}), **options}
+        # Popped in any case: `wandb.init` does not know the name log_dir.
         given.setdefault("dir", given.pop("log_dir", None) or str(folder))
         if key := given.pop("api_key", None):  # wandb.login would write it into the home folder
             given["settings"] = {"api_key": key, **_taken(given, "settings")}

@@ -88,6 +88,7 @@ class PolicyAgreement:
 
     def _difference(self, metrics: Mapping[str, float]) -> float | None:
         """Of the tokens of lag 0; None when they are fewer than LEAST_TOKENS."""
+        # Rounded: the product of a count and a fraction may be just below the number of tokens.
         if DIFFERENCE not in metrics or round(metrics[NUM_TOKENS] * metrics[SHARE]) < LEAST_TOKENS:
             return None
         return metrics[DIFFERENCE]

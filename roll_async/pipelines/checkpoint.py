@@ -76,7 +76,7 @@ class LoopCheckpoint:
             await asyncio.to_thread(self._samples.flush)
         staging, background = self._checkpoints.begin(step), self._config.checkpoint.async_save
         for name, role in self._roles.items():
-            own = json.dumps(state).encode() if name == _ACTOR else b""
+            own = json.dumps(state).encode() if name == _ACTOR else b""  # once: `restore_loop` reads the actor's
             await role.save(str(staging / name), step, own, background=background)
         if self._config.checkpoint.save_hf_model:
             await self._roles[_ACTOR].export_hf(str(staging / "hf"))
@@ -88,7 +88,7 @@ class LoopCheckpoint:
         for role in self._roles.values():
             await role.finish_save()
         await asyncio.to_thread(self._checkpoints.commit, step, list(self._roles))
-        await asyncio.to_thread(self._checkpoints.prune)
+        await asyncio.to_thread(self._checkpoints.prune)  # only now: until the new one is whole the old ones are needed
         try:
             await self._queue.checkpointed(step)
         except (LedgerError, StallError, ConnectionError) as error:
@@ -97,7 +97,7 @@ class LoopCheckpoint:
 
     async def finish(self) -> None:
         """Wait for the save in the background, if any."""
-        pending, self._pending = self._pending, None
+        pending, self._pending = self._pending, None  # first: its error is raised once, not with the next save again
         if pending is not None:
             await pending
 
@@ -108,7 +108,7 @@ class LoopCheckpoint:
         if error is None:
             await self.finish()
         elif self._pending is not None:
-            self._pending.cancel()
+            self._pending.cancel()  # its folder keeps the temporary name, which no resume takes
 
 
 async def restore_loop(

@@ -69,7 +69,7 @@ class DeviceMemory:
         """Record the memory that the ranks of a training role hold now."""
         held: dict[int, int] = {}
         for device, report in zip(self.devices_of[role], reports, strict=True):
-            held[device] = held.get(device, 0) + sum(report.device_bytes.values())
+            held[device] = held.get(device, 0) + sum(report.device_bytes.values())  # ranks may share a device
         self._record(role, held)
 
     def record_replica(self, role: str, memory: EngineMemory) -> None:
@@ -154,12 +154,12 @@ class PhaseSwitcher:
 
     async def release(self) -> None:
         """Phase GENERATE, in which the engines run."""
-        if self.current is DevicePhase.TRAIN:
+        if self.current is DevicePhase.TRAIN:  # no push came: the same changes, without a transfer
             await self._push()
         if self.current is DevicePhase.PUSH:
             await self._wake_engines()
         if self._paused:
-            await self._engines.resume()
+            await self._engines.resume()  # last: without a KV cache they cannot run
             self._paused = False
 
     async def _train(self, level: int) -> None:
@@ -179,7 +179,7 @@ class PhaseSwitcher:
             return
         assert self.current is DevicePhase.TRAIN, "a push from phase GENERATE: the ranks have no weights to send"
         for name, group in self._groups.items():
-            kinds = _TRAINING_ONLY if name == _PUSHED_ROLE else STATE_KINDS
+            kinds = _TRAINING_ONLY if name == _PUSHED_ROLE else STATE_KINDS  # its weights are what is sent
             self.memory.record_ranks(name, await group.offload_states(kinds))
         self.memory.check_released([name for name in self._groups if name != _PUSHED_ROLE])
         # Without the KV cache, which is the larger part and would not fit beside the trainer's weights.
@@ -188,6 +188,7 @@ class PhaseSwitcher:
 
     async def _wake_engines(self) -> None:
         """Offload all state of the ranks, then give the engines their KV cache. They stay paused."""
+        # First: the KV cache takes the memory they free.
         await self._record_groups(lambda group: group.offload_states())
         self.memory.check_released(list(self._groups))
         await self._record_replicas(lambda replica: replica.wake([KV_CACHE]))

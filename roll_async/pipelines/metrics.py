@@ -108,6 +108,7 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
     scored = [(domain, reward) for domain, reward in leads if reward is not None]
     seconds = [r.scoring_s for _, r in scored]
     metrics = {"time/scoring_mean_s": mean(seconds), "time/scoring_max_s": max(seconds, default=0.0)}
+    # `acc` is published as reward/accuracy.
     for name in sorted({name for _, r in scored for name in r.metrics} - {"acc"}):
         metrics[f"reward/metrics/{name}"] = mean([r.metrics[name] for _, r in scored if name in r.metrics])
     domains = sorted({domain for domain, _ in scored})
@@ -273,6 +274,7 @@ def merged_reports(reports: Sequence[StepReport]) -> StepReport:
     if len(reports) == 1:
         return reports[0]
     metrics = {}
+    # A dict, because a set would not keep the order of keys.
     for key in dict.fromkeys(key for r in reports for key in r.metrics):
         values = [(r.metrics[key], r.num_samples) for r in reports if key in r.metrics]
         if key in _COUNTS:

@@ -94,10 +94,11 @@ class RLVRPipeline:
         try:
             return await self._run()
         except BaseExceptionGroup as errors:
-            await self._rescue()
+            await self._rescue()  # the TaskGroup has ended all roles: nobody else asks the ranks
             first = self._first
             if first is None or errors.exceptions[0] is first:
                 raise
+            # `first_cause` takes the first of them.
             raise errors.derive([first, *(e for e in errors.exceptions if e is not first)]) from None
         finally:
             self._queue.close()
@@ -112,7 +113,7 @@ class RLVRPipeline:
                 if self._watch is not None:
                     watch = tasks.create_task(self._run_beside(training, self._watch), name="watch")
                 end = await training
-                await self._rollouter.stop()
+                await self._rollouter.stop()  # it generates until it is told
                 await rollout
                 if watch is not None:
                     watch.cancel()
@@ -131,16 +132,16 @@ class RLVRPipeline:
             error = None if running.cancelled() else running.exception()
             if error is not None:
                 self._first = self._first or error
-                self.trainer.abandon()
+                self.trainer.abandon()  # first: the trainer must not wait for the role that is gone
                 if self.trainer.finishing:
                     logger.error("%s; the step under way is finished, then the run ends", first_cause(error))
                     await asyncio.wait({training}, timeout=self._rescue_timeout_s)
         finally:
-            running.cancel()
+            running.cancel()  # `wait` does not cancel it when it is cancelled itself
             await asyncio.wait({running})
             if not running.cancelled():
                 running.exception()  # marks it as retrieved: the trainer may have failed first, by the same cause
-        running.result()
+        running.result()  # raises the error of the role, now that the trainer has finished
 
     async def _rescue(self) -> None:
         """Save the last whole step, unless a save has failed before. Errors are logged, not raised, so that they do not
@@ -273,6 +274,7 @@ class TrainLoop:
             self._clock = StepClock()  # a save is `time/save_s` of the next step, whose record is still to be written
         if self._data_ended or self._stop.is_set():  # no step follows, and the end of the run saves
             return RunEnd.END_OF_DATA if self._data_ended else RunEnd.INTERRUPTED
+        # The last step is saved by the end of the run.
         if self._plan.save_every and step % self._plan.save_every == 0 and step < self._plan.max_steps:
             with self._clock.measure("save"):  # never before the record: a saved step is not repeated
                 await self.save()
@@ -303,9 +305,9 @@ class TrainLoop:
                 return None
             groups += part
             self._complete = len(groups) == plan.groups_per_batch
-            self.state, self.mid_step = TrainerState.LEARNING, True
+            self.state, self.mid_step = TrainerState.LEARNING, True  # before: a failure in between leaves mixed weights
             with clock.measure("learn"):
-                replaced = plan.replaces_weights_after(step)
+                replaced = plan.replaces_weights_after(step)  # such weights need not be kept while engines sleep
                 phase_s = await self._devices.phase(DevicePhase.TRAIN, drop_engine_weights=replaced)
                 report = await self._learner.learn(part, step)
                 reports.append(replace(report, turn_s=phase_s))  # a change of phase is no work of the ranks
@@ -400,9 +402,10 @@ class TrainLoop:
     async def _last_model(self) -> None:
         """The data ended between two steps: push the last weights to the engines and validate them."""
         step, self._data_ended = self.trained, True
-        if self._stop.is_set() or step < self._plan.first_step:
+        if self._stop.is_set() or step < self._plan.first_step:  # none was trained: engines hold these weights
             return
         await self.agreement.canary()  # before a validation sets its engines aside
+        # The validation of this step may have begun with the step itself.
         measures = self.validator.begun_until < step and self.validator.due(step, last=True)
         if self._synchronizer.status().version != step or (measures and self.validator.apart):
             self._publish_late(await self.validator.result(step, wait=True))
@@ -470,7 +473,7 @@ class TrainLoop:
             return await task
         finally:
             for pending in (task, stop):
-                pending.cancel()
+                pending.cancel()  # what goes on after a stop would take groups that nobody trains
 
     def _metrics(self, record: StepRecord) -> dict[str, float]:
         """All metrics of this step, the user's own included."""
@@ -480,7 +483,7 @@ class TrainLoop:
         if self.validator.apart and self._plan.eval_every:
             metrics["validation/skipped"] = float(self.validator.num_skipped)
         custom = self._compute_custom_metrics(StepGroups(record.groups)) or {}
-        return {**metrics, **self._mode_metrics(record), **custom}
+        return {**metrics, **self._mode_metrics(record), **custom}  # the user's keys last: they win
 
     def _mode_metrics(self, record: StepRecord) -> Mapping[str, float]:
         """Metrics of the mode of the run; none here."""

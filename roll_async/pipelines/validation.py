@@ -106,7 +106,7 @@ class Validation:
         except BaseExceptionGroup as errors:
             raise first_cause(errors) from None
         finally:
-            self._yield(False)
+            self._yield(False)  # also after an error: the order of requests is that of training again
         metrics, num_other = {"validation/version": float(version or 0)}, 0
         for held_out, answers in zip(self._sets, asked, strict=True):
             answered = answers.result()
@@ -146,6 +146,7 @@ class ReplicaValidation(Validation):
         """
         super().__init__(sets, source, manager, lambda: self._claimed_for)
         self._engines, self._supervisor, self._pause_timeout_s = manager, supervisor, pause_timeout_s
+        # Of the start: a lost one stays theirs while it is started again.
         self._names = {client.name for client in manager.clients}
         self._joins: Joins | None = None
         self._claimed: dict[str, Replica] = {}
@@ -257,6 +258,7 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
     >>> pass_at_k(4, 1, 2)
     0.5
     """
+    # `comb` is 0 where fewer than k are wrong: the chance is 1.
     return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
@@ -276,6 +278,7 @@ def _of_part(part: Sequence[_Scored], num_drawn: int) -> dict[str, float]:
         "prompts": float(len(means)),
         "reward": mean([r.score for _, _, r in part]),
         "accuracy": mean([accuracy(r) for _, _, r in part]),
+        # Sampled tokens alone, without what tools and worlds say.
         "length_mean": mean([sum(sum(row.loss_mask) for row in rows) for _, rows, _ in part]),
         "truncated": mean([float(rows[-1].finish_reason is FinishReason.LENGTH) for _, rows, _ in part]),
     }
@@ -288,6 +291,6 @@ def _of_part(part: Sequence[_Scored], num_drawn: int) -> dict[str, float]:
             drawn = [pass_at_k(len(v), sum(x > 0 for x in v), k) for v in verdicts.values() if len(v) >= k]
             if drawn:
                 metrics[f"pass@{k}"] = mean(drawn)
-    for name in sorted({name for _, _, r in part for name in r.metrics} - {"acc"}):
+    for name in sorted({name for _, _, r in part for name in r.metrics} - {"acc"}):  # it is the accuracy above
         metrics[f"metrics/{name}"] = mean([r.metrics[name] for _, _, r in part if name in r.metrics])
     return metrics

@@ -85,7 +85,7 @@ class Engines:
         """Start the manager's traffic with the replicas; it ends when the stack closes."""
         await self.manager.start()
         stack.push_async_callback(self.manager.close)
-        stack.push_async_callback(self.supervisor.close)
+        stack.push_async_callback(self.supervisor.close)  # closed before the manager: the last in is the first out
 
 
 def build_engines(
@@ -191,7 +191,7 @@ def build_rollout(
     canary = None
     if options.canary is not None:
         canary = Canary(canary_rows(_texts(roles.prompts), options.canary), roles.weights, options.canary)
-        queue.taken = canary.taken
+        queue.taken = canary.taken  # where there are no prompts before the first batch, it gives the rows
     sets = [HeldOut(name, prompts, options.validation[name]) for name, prompts in roles.validation.items()]
     own = None if roles.validators is None else _build_own_validation(sets, roles, roles.validators, options)
 
@@ -202,16 +202,16 @@ def build_rollout(
     synchronizer = classes.synchronizer(
         roles.weights,
         rollouter if roles.devices is None else roles.devices,  # which know whether a phase has paused the engines
-        lambda: manager.clients,
+        lambda: manager.clients,  # asked again at every push: replicas come and go
         options.sync,
-        weights_held=queue.weights_held,
+        weights_held=queue.weights_held,  # a push raises the admission limit
         remove_replica=lambda name, reason: owner(name).remove_replica(name, reason),
         readmit=lambda client: owner(client.name).readmit(client),
-        expects_return=lambda: manager.expects_return,
+        expects_return=lambda: manager.expects_return,  # else a push that reaches no replica ends the run
         canary=canary,
         devices=OWN_DEVICES if roles.devices is None else roles.devices,
     )
-    supervisor.attach(synchronizer)
+    supervisor.attach(synchronizer)  # only now: supervisor and synchronizer each need the other
     if own is not None:
         own.attach(synchronizer)
     validation: Validation | None = own

@@ -48,9 +48,9 @@ class AnswerRunner:
         """A finished, scored answer. It is sampled once: a failed reward is asked again on the same tokens."""
         try:
             row = await self._row(request)
-            if row.finish_reason is FinishReason.ABORT:
+            if row.finish_reason is FinishReason.ABORT:  # not scored: for the length audit alone
                 return Ended(reason=EndReason.ABORTED, text="aborted", rows=(row,))
-            generated_s = asyncio.get_running_loop().time()
+            generated_s = asyncio.get_running_loop().time()  # before scoring: the wait for scores is measured from here
             reward = await self.scoring.score(request.prompt, row)
         except Interrupted:
             return Ended(reason=EndReason.INTERRUPTED, text="interrupted by a weight push")
@@ -72,7 +72,7 @@ class AnswerRunner:
         finally:
             request.scope.open.discard(answer)
             if self.tools is not None:
-                self._manager.forget_affinity(request.name)
+                self._manager.forget_affinity(request.name)  # else the manager keeps its home for the whole run
         if self.tools is None:
             return tree.answer(request.name)
         with border():
@@ -87,7 +87,7 @@ class AnswerRunner:
         began_s = loop.time()
         end = tree.add_request(None, prompt.token_ids, role="user", started_s=began_s)
         while True:
-            number, path = len(tree.turns), tree.token_ids(end)
+            number, path = len(tree.turns), tree.token_ids(end)  # a turn is a request with the whole text so far
             # The budget is one for the whole answer, results of tools included: a turn has what is left of it.
             left = sampling.max_new_tokens - (len(path) - len(prompt.token_ids))
             turn = GenerateRequest(
@@ -111,6 +111,7 @@ class AnswerRunner:
                 return tree
             with border():
                 found = await self.tools(prompt, tree, completion)
+                # Inside the border: a user's callback may give anything.
                 results = None if found is None else array("i", found)
             if results is None:
                 return tree

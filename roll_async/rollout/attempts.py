@@ -76,7 +76,7 @@ class Received:
         self.logprobs += progress.piece.logprobs
         self.runs += progress.piece.version_runs
         self.generation_s = progress.piece.generation_s
-        return bool(progress.piece.token_ids)
+        return bool(progress.piece.token_ids)  # a report without tokens clears no suspicion of its replica
 
 
 @dataclass(eq=False, slots=True)

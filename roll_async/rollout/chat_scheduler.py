@@ -41,7 +41,7 @@ class SchedulerOptions(GroupOptions):
             max_num_gen_batches=groups.max_num_gen_batches,
             gen_batch_size=groups.gen_batch_size,
             scoring=ScoringOptions.of(config),
-            greedy_baseline=config.algorithm.adv_estimator == "remax",
+            greedy_baseline=config.algorithm.adv_estimator == "remax",  # its baseline is the score of a greedy answer
             spread_samples=config.is_num_return_sequences_expand,
         )
 

@@ -251,6 +251,7 @@ class GroupRunner:
         try:
             while pending and num_good < options.samples_per_group and self._num_bad(first) <= options.redundancy:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                # A task that an abort cancelled has left no end.
                 first |= {t.get_name(): ends.get(t.get_name(), aborted) for t in tasks if t in done}
                 num_good = sum(isinstance(end, Trajectory) for end in first.values())
             return first
@@ -287,6 +288,7 @@ class GroupRunner:
         options, worlds = self._options, self.runner.cancels_on_abort
         baseline = ends.get(f"{name}/greedy")
         samples = {key: end for key, end in ends.items() if end is not baseline}
+        # With redundancy more than N may have ended well.
         kept = [end for end in samples.values() if isinstance(end, Trajectory)][: options.samples_per_group]
         bad = [end for end in ends.values() if isinstance(end, Ended)]
         # The greedy answer counts: the group waits for its last token, too.
@@ -331,8 +333,9 @@ class GroupRunner:
         """
         scopes = [self._running[i] for i in group_ids if i in self._running]
         for scope in scopes:
-            scope.aborted = True
+            scope.aborted = True  # before anything is awaited: what waits for a slot must not begin
             for trajectory in scope.open:
+                # First: an abort reaches running requests, not a next turn.
                 trajectory.stop(Outcome.CANCELLED, "aborted")
         assert self._manager is not None, "an address is asked by validations alone"
         await self._manager.abort([i for s in scopes for trajectory in s.open for i in trajectory.open_requests])
@@ -353,6 +356,7 @@ class GroupRunner:
             running = [tasks.create_task(self._with_retries(request)) for request in asked]
         ends = [task.result() for task in running]
         for end in ends:
+            # Of those that can be retried `_with_retries` has told.
             if isinstance(end, Ended) and end.reason is not EndReason.ABORTED and not end.can_retry:
                 logger.log(logging.INFO if end.raised else logging.WARNING, "validation: %s", end.text)
         return [(prompt, end.rows) for prompt, end in zip(prompts, ends, strict=True) if end.rows]
@@ -367,7 +371,7 @@ def _rows(ends: Iterable[Trajectory | Ended]) -> tuple[Sample, ...]:
 
 
 def _number(named: tuple[str, object]) -> int:
-    return int(named[0].rpartition("/")[2])
+    return int(named[0].rpartition("/")[2])  # as text 10 would come before 2
 
 
 def _supervised(prompt: Prompt, name: str, version: WeightVersion) -> Sample:
@@ -379,7 +383,7 @@ def _supervised(prompt: Prompt, name: str, version: WeightVersion) -> Sample:
         prompt_token_ids=prompt.token_ids,
         response_token_ids=answer,
         loss_mask=b"\x01" * len(answer),
-        behaviour_logprobs=array("f", bytes(4 * len(answer))),
+        behaviour_logprobs=array("f", bytes(4 * len(answer))),  # zeros, 4 bytes each
         version_runs=((version, len(answer)),),
         finish_reason=FinishReason.STOP,
         generation_s=0.0,

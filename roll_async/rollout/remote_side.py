@@ -247,7 +247,7 @@ class RollouterClient:
         try:
             await asyncio.wait({running, watching}, return_when=asyncio.FIRST_COMPLETED)
             if not running.done():
-                watching.result()
+                watching.result()  # raises: the watch ends by an error alone
             await running
         finally:
             for task in (running, watching):

@@ -139,8 +139,8 @@ class Rollouter:
             reserving = tasks.create_task(self._reserve(tasks), name="reserve")
             await reserving
             while self._groups:
-                await asyncio.wait(list(self._groups.values()))
-            failure.cancel()
+                await asyncio.wait(list(self._groups.values()))  # a copy: groups leave the dict as they end
+            failure.cancel()  # both would wait on, and the TaskGroup for them
             surplus.cancel()
 
     async def _reserve(self, tasks: asyncio.TaskGroup) -> None:
@@ -162,7 +162,7 @@ class Rollouter:
             await self._queue.release(slot.group_id, ReleaseReason.UNUSED)
             self._queue.end_of_data()
             return
-        if self._stopping.is_set():
+        if self._stopping.is_set():  # admitted before the stop, which may have aborted the running groups already
             await self._queue.release(slot.group_id, ReleaseReason.REQUEUED, "stop")
             return
         batch = GenerationBatch(slot=slot, prompt=prompt)
@@ -184,7 +184,7 @@ class Rollouter:
             except OutsideError as error:
                 if not isinstance(error.__cause__, OSError) or reads == _MAX_READS or self._stopping.is_set():
                     raise
-                pause_s = _FIRST_PAUSE_S * 2**reads
+                pause_s = _FIRST_PAUSE_S * 2**reads  # 0.5, 1, 2, 4 s
                 logger.warning("prompt %d: %s; reading it again in %g s", index, error, pause_s)
             await asyncio.sleep(pause_s)
 
@@ -200,8 +200,9 @@ class Rollouter:
         except OutsideError as error:
             logger.error("group %d: %s", batch.slot.group_id, error, exc_info=error.__cause__)
             outcome = GroupOutcome(fate=GroupFate.FAILED, reason=str(error))
-        outcome = outcome or await self.generate(batch)
+        outcome = outcome or await self.generate(batch)  # outside of the border: a fault of ours ends the run
         await self._deliver(batch.slot, outcome)
+        # Last, because it may end the run: the group is accounted for by now.
         self._first.ended(batch.slot.group_id, batch.prompt.domain, outcome)
 
     def _custom_generation_logic(self, batch: GenerationBatch) -> GroupOutcome | Awaitable[GroupOutcome | None] | None:
@@ -238,6 +239,7 @@ class Rollouter:
             case GroupFate.REQUEUED:
                 await self._queue.release(slot.group_id, ReleaseReason.REQUEUED, outcome.reason, group=outcome.remains)
         if self._budget is not None and outcome.fate in (GroupFate.KEPT, GroupFate.FILTERED):
+            # Last, because it raises at the limit: the queue has the group.
             self._budget.judged(kept=outcome.fate is GroupFate.KEPT)
 
     def _count(self, outcome: GroupOutcome) -> None:
@@ -270,7 +272,7 @@ class Rollouter:
 
     async def pause(self) -> None:
         """Hold generation back for a validation: no new group starts, running requests stop and keep their tokens."""
-        self._running.clear()
+        self._running.clear()  # first: no group may start while the others are set aside
         await self._manager.set_aside(True)
 
     async def resume(self) -> None:
@@ -292,7 +294,7 @@ class Rollouter:
         ended after `stop_timeout_s`, because they are being scored or run user code, are cancelled.
         """
         self._stopping.set()
-        self._running.set()
+        self._running.set()  # a run that is paused must be able to stop: `_reserve` waits for it
         self._queue.stop_reserving()
         deadline = asyncio.get_running_loop().time() + self._stop_timeout_s
         with suppress(TimeoutError):
@@ -312,10 +314,10 @@ class Rollouter:
         logger.warning("%d groups did not end within %g s and are cancelled", len(cut), self._stop_timeout_s)
         while running := self._unfinished():
             for task in running.values():
-                task.cancel()
+                task.cancel()  # again and again: user code may swallow a cancellation
             await asyncio.wait(running.values(), timeout=_ABORT_AGAIN_S)
         for group_id, task in cut.items():
-            if task.cancelled():
+            if task.cancelled():  # the others have released their slots themselves
                 await self._queue.release(group_id, ReleaseReason.REQUEUED, "cancelled by the stop")
 
     def trouble(self) -> str:

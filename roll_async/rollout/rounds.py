@@ -107,12 +107,14 @@ async def generate_round(
                 running[task] = position
                 position += 1
             done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            # `done` is a set: its order would differ from run to run.
             for task in sorted(done, key=running.__getitem__):
                 outcome = task.result()
                 tally.add(running.pop(task), outcome)
                 if not validation and outcome.fate in (GroupFate.KEPT, GroupFate.FILTERED):
                     judged.judged(kept=outcome.fate is GroupFate.KEPT)
     except GeneratedTooMany as error:
+        # Here, too: what it still keeps belongs to the error's groups.
         await _early_stop(groups, running, tally, first_id)
         error.groups = tuple(tally.kept)
         raise

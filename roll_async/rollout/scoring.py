@@ -91,7 +91,7 @@ class RewardScoring:
                         return self._ended(EndReason.FAILED, text, prompt, raised=True)
                 case RewardStatus.OUTAGE:
                     self.outages += 1
-                    if loop.time() + pause_s > patience_ends:
+                    if loop.time() + pause_s > patience_ends:  # the next attempt would come too late
                         text = f"{text}, for {options.outage_patience_s:g} s"
                         return self._ended(EndReason.FAILED, text, prompt, raised=False)
                     logger.warning("%s; asking again in %g s", text, pause_s)
@@ -107,7 +107,7 @@ class RewardScoring:
         if reward.place not in self._told:
             self._told.add(reward.place)
             logger.warning("%s: %s%s; the traceback is in run.log", where, reward.reason, at(reward.place))
-            logger.info("%s\n%s", where, reward.traceback)
+            logger.info("%s\n%s", where, reward.traceback)  # INFO: in run.log, not on the console
 
     async def _ask_scorer(self, prompt: Prompt, sample: Sample) -> Reward:
         """One attempt. A scorer that died or does not answer is an outage; one that cannot read a file has raised."""
@@ -119,5 +119,5 @@ class RewardScoring:
             return Reward(score=0.0, status=RewardStatus.OUTAGE, reason=f"no answer within {timeout_s:g} s")
         except ConnectionError as error:
             return Reward(score=0.0, status=RewardStatus.OUTAGE, reason=str(error))
-        except OSError as error:
+        except OSError as error:  # after the two above, which are OSErrors, too
             return reward_of_error(error)

@@ -80,7 +80,9 @@ class Toolbox:
         and adds to the arguments.
         """
         surplus = f"not run: one turn may hold {_MOST_CALLS} calls"
+        # Those beyond it have a result, too: the model is told that they were not run.
         checked = [call if i < _MOST_CALLS else replace(call, problem=surplus) for i, call in enumerate(calls)]
+        # `gather` keeps the order of the calls.
         return list(await asyncio.gather(*(self._run(call, row) for call in checked)))
 
     async def _run(self, call: ToolCall, row: RowTools) -> str:

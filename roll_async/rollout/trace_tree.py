@@ -154,8 +154,9 @@ class TraceTree:
                 turns.append(turn)
             ids += node.token_ids
             mask += (b"\x01" if place in fresh else b"\x00") * size
-            known = place in fresh and node.logprobs is not None
+            known = place in fresh and node.logprobs is not None  # others have mask 0: their zeros are never read
             logprobs += node.logprobs if known and node.logprobs is not None else array("f", bytes(4 * size))
+            # Text has no version: it counts to the turn before it, so that runs cover every token.
             runs += node.version_runs if node.sampled else (((runs[-1][0], size),) if size else ())
         last = next(node for _, node in reversed(nodes) if node.sampled)
         return Sample(

@@ -27,7 +27,7 @@ class OutOfEvents(RuntimeError):
     """The run, or the clean-up behind it, did not end within its rounds: a task polls, or ignores its cancellation."""
 
 
-class Killed(BaseException):
+class Killed(BaseException):  # no Exception, which the killed code could catch
     """The simulated process was killed: no cleanup of it may matter."""
 
 
@@ -68,7 +68,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._threads_inline = threads_inline
         self._closing = False
         self._rounds_of_the_end = 0
-        self._selector = _Jump(self)
+        self._selector = _Jump(self)  # BaseEventLoop asks it once per round
 
     def time(self) -> float:
         """Seconds since the loop was made."""
@@ -87,7 +87,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 raise OutOfEvents(f"the run is over, and these do not end when they are cancelled: {self._waiters()}")
         else:
             if self._kill_in_round is not None and self.rounds >= self._kill_in_round:
-                self._closing = True
+                self._closing = True  # what cleans up after the kill is not killed again
                 if self._on_kill is not None:
                     self._on_kill()
                 raise Killed(f"round {self.rounds}")
@@ -102,6 +102,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self.spend(timeout)
 
     def _waiters(self) -> str:
+        # Sorted: `all_tasks` is a set, and the message must not differ from run to run.
         names = sorted(task.get_name() for task in asyncio.all_tasks(self) if not task.done())
         more = f" and {len(names) - _NAMED_TASKS} more" if len(names) > _NAMED_TASKS else ""
         return ", ".join(names[:_NAMED_TASKS]) + more
@@ -110,7 +111,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """The run is over: what cleans up behind it is not killed, and bounded by rounds of its own."""
         self._closing = True
 
-    def _process_events(self, event_list: list[object]) -> None:
+    def _process_events(self, event_list: list[object]) -> None:  # `select` returns none
         pass
 
     def run_in_executor(self, executor: object, func: Callable[..., object], *args: object) -> asyncio.Future[object]:
@@ -134,4 +135,4 @@ def run_virtual(main: Coroutine[object, object, T], loop: VirtualLoop | None = N
         try:
             return runner.run(main)
         finally:
-            clock.disarm()
+            clock.disarm()  # the Runner cancels what is left next, which must not be killed

@@ -47,7 +47,7 @@ def figures_of(outcome: SimOutcome) -> Figures:
     steps, queue, scenario = outcome.steps, outcome.queue, outcome.scenario
     if len(steps) < 3 or queue is None:
         raise ValueError(f"{len(steps)} simulated steps are too few for figures: the run ended with {outcome.end!r}")
-    first = max(1, int(WARM_UP * len(steps)))
+    first = max(1, int(WARM_UP * len(steps)))  # one step at least before the window: it begins at the end of that one
     start, end, window = steps[first - 1], steps[-1], steps[first:]
     seconds, count = end["time_s"] - start["time_s"], len(window)
     lags = [lag for step, lag in outcome.group_lags if step > start["step"]]
@@ -58,7 +58,7 @@ def figures_of(outcome: SimOutcome) -> Figures:
         engines_busy=(end["busy/engines_s"] - start["busy/engines_s"]) / (scenario.slots * seconds),
         trainer_busy=(end["busy/trainer_s"] - start["busy/trainer_s"]) / seconds,
         staleness_mean=sum(m["staleness/mean"] for m in window) / count,
-        staleness_max=max(m["staleness/max"] for m in steps),
+        staleness_max=max(m["staleness/max"] for m in steps),  # of the warm-up, too: its bound holds there as well
         lag_mean=sum(lags) / max(1, len(lags)),
         lag_max=max((lag for _, lag in outcome.group_lags), default=0),
         dropped_share=queue.dropped_stale / max(1, finished),
@@ -72,7 +72,7 @@ def _standard_error(ends_s: list[float]) -> float:
     size = (len(ends_s) - 1) // _BLOCKS
     if not size:
         return 0.0
-    edges = ends_s[::size][: _BLOCKS + 1]
+    edges = ends_s[::size][: _BLOCKS + 1]  # steps that do not fill a block are left out
     return stdev([(after - before) / size for before, after in pairwise(edges)]) / sqrt(_BLOCKS)
 
 
@@ -115,4 +115,5 @@ class Workload:
         generate = self.num_samples * self.generation_s / self.num_slots
         train, tail = self._work_s - generate, self.longest_s / (1 + ratio)
         total = generate + train + tail
+        # With b = train / T: T^2 - total * T + train * tail = 0; the larger root, because b < 1.
         return self.synchronous_s / ((total + sqrt(total**2 - 4 * train * tail)) / 2)

@@ -71,6 +71,7 @@ def scenario_of(config: RLVRConfig, speeds: Speeds, *, split: Split, steps: int,
     without a filter.
     """
     own = split_of(config)
+    # Replicas of validations generate nothing that is trained.
     servers = config.num_servers * split.infer // own.infer - config.num_validation_replicas
     if servers < 1 or split.train < 1:
         per_server = own.infer // config.num_servers
@@ -99,6 +100,7 @@ def scenario_of(config: RLVRConfig, speeds: Speeds, *, split: Split, steps: int,
         rewards=RewardModel(seconds=speeds.reward_s, flat_share=filtered),
         train=TrainModel(
             step_s=0.0,
+            # The speed that is given is of the config's own devices.
             token_s=own.train / (split.train * speeds.train_tokens_per_s),
             transfer_s=speeds.sync_s,
             swap_s=speeds.swap_s,

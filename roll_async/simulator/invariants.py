@@ -122,6 +122,7 @@ class Watch:
         extra, lost = sorted(live.keys() - usable), sorted(usable - live.keys())
         if extra:
             self.report(8, f"groups {extra} are back, which cannot be used at step {self.restored_step + 1}")
+        # Of over-sampled groups not all may be in time beside those that are buffered.
         may_leave_some = self.scenario.queue.oversample_groups > 0
         lost = [i for i in lost if self.finished[i][0] not in self._without_samples]
         if lost and not may_leave_some:
@@ -153,11 +154,12 @@ class Watch:
                 self.report(2, f"group {slot.group_id} is admitted twice")
             self.slots[slot.group_id], self.where[slot.group_id] = slot, Where.IN_FLIGHT
         live = sum(place is not Where.FINAL for place in self.where.values())
-        used = live + queue.groups_per_batch * self.steps_done
+        used = live + queue.groups_per_batch * self.steps_done  # trained groups keep their slots, others give them back
         # While none serves, what comes back is given the present weights before it serves.
         versions = [r.engine.version for r in replicas if r.alive and r.engine.version is not None]
         held = min(versions, default=self.steps_done)
         every, size = queue.trigger_parameter_sync_step, queue.groups_per_batch
+        # The admission rule of the design, with W = every * size and v / k * W = held * size.
         limit = ceil((1 + exact_ratio(queue.async_generation_ratio)) * every * size + held * size)
         limit += queue.oversample_groups
         if used > limit:
@@ -193,7 +195,7 @@ class Watch:
         if outcome in (ReleaseReason.FILTERED, ReleaseReason.FAILED) and not self._closed:
             self.decided.append((self.steps_done, self.slots[group_id].prompt_index, outcome.value))
         if outcome is ReleaseReason.UNUSED:
-            del self.where[group_id], self.slots[group_id]
+            del self.where[group_id], self.slots[group_id]  # the queue undoes the admission, too
 
     def step_trained(self, step: int) -> None:
         """A step is reported to the queue as done."""
@@ -247,7 +249,7 @@ class Watch:
             self._check_whole(group)
             self._check_scores(group)
             self._check_ages(group, step)
-        rows = [int(g.prompt.row_id) for g in groups]
+        rows = [int(g.prompt.row_id) for g in groups]  # its position in the stream
         before = {row for trained in self.trained.values() for row in trained}
         again = sorted(before.intersection(rows))
         if again:
@@ -282,6 +284,7 @@ class Watch:
         elif sample.behaviour_logprobs != expected_logprobs(name, start, mask, sample.version_runs):
             told = [sampled_as(x) for x, m in zip(sample.behaviour_logprobs, mask, strict=True) if m]
             labels = [v for v, count in sample.version_runs for _ in range(count)]
+            # 7: the labels are wrong; 13: something else is.
             number = 7 if [v for v, _, _ in told] != [v for v, m in zip(labels, mask, strict=True) if m] else 13
             self.report(number, f"sample {name} says versions {labels}, engines told (version, answer, place) {told}")
 
@@ -325,7 +328,7 @@ class Watch:
             if self.every_token:
                 self._check_tokens(prompt, rows, sampling)
             versions = {v for row in rows for v, _ in row.version_runs}
-            number += versions == {step} and rows[0].reward is not None
+            number += versions == {step} and rows[0].reward is not None  # as the validation counts them
             if versions != {step} and not (self.scenario.max_restarts or self.scenario.scales):
                 self.report(17, f"the validation of step {step} measures versions {sorted(versions)}")
         self._answers[step] = number
@@ -487,7 +490,7 @@ class Watch:
             if not replica.alive:
                 continue
             engine = replica.engine
-            running = engine.num_running if mode != "keep" else 0
+            running = engine.num_running if mode != "keep" else 0  # with keep they stay there and stand still
             if running or not engine.paused:
                 self.report(5, f"{engine.name} runs {running} requests after the pause")
             self._busy_at_pause[engine.name] = engine.busy_s
@@ -499,7 +502,7 @@ class Watch:
         for replica in replicas:
             engine = replica.engine
             before = self._busy_at_pause.pop(engine.name, None)
-            still = before is None or engine.busy_s == before
+            still = before is None or engine.busy_s == before  # exact: while it is paused nothing is added
             if not still:
                 self.report(5, f"{engine.name} sampled tokens while it was paused")
 

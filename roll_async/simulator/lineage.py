@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from roll_async.checkpoint.lineage import Saved, beyond, left_behind, newest, own_steps
 
 
+# By identity: two processes may save one step, and a position has no hash.
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Kept(Saved):
     """A checkpoint, and what no rule sees of it."""
@@ -107,7 +108,7 @@ class Lineage:
     def saved(self, store: CheckpointStore, step: int) -> None:
         """A checkpoint is complete, and old ones are pruned."""
         self._own[step] = store.life
-        self._own = dict(sorted(self._own.items())[-self._keep :])
+        self._own = dict(sorted(self._own.items())[-self._keep :])  # keep 0 keeps all: [-0:] is the whole list
         self._check(store)
 
     def _check(self, store: CheckpointStore) -> None:

@@ -197,7 +197,7 @@ def random_scenario(seed: int, *, agents: bool | None = None) -> Scenario:
     """
     chat = _with_validation(_random_chat(seed))
     rng = Random(f"agents/{seed}")
-    drawn = rng.random() < _AGENTS_SHARE
+    drawn = rng.random() < _AGENTS_SHARE  # also where `agents` decides: later draws stay the same
     return _with_validators(_with_kv(_with_agents(chat, rng) if (drawn if agents is None else agents) else chat))
 
 
@@ -236,6 +236,7 @@ def _with_validators(calm: Scenario) -> Scenario:
 
 
 def _random_chat(seed: int) -> Scenario:
+    # Two generators: what one draws does not change what the other does.
     rng, trouble = Random(f"scenario/{seed}"), Random(f"hang/{seed}")
     queue, samples = _queue(rng), rng.randint(1, 3)
     steps = rng.randint(2, 6)
@@ -403,6 +404,7 @@ def _queue(rng: Random) -> QueueOptions:
     ratio, every = rng.choice((0.0, 0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0)), rng.choice((1, 1, 1, 2, 3))
     policy = rng.choice((*StalenessPolicy, StalenessPolicy.WAIT, StalenessPolicy.WAIT))
     bound, groups = staleness_bound(ratio=ratio, sync_every=every), rng.randint(1, 4)
+    # QueueOptions refuses a lower one under policy wait.
     lowest = bound if policy is StalenessPolicy.WAIT else every - 1
     limit = None if rng.random() < 0.7 else rng.randint(groups, 4 * groups)
     return QueueOptions(
@@ -414,7 +416,7 @@ def _queue(rng: Random) -> QueueOptions:
         soft_versions=None if rng.random() < 0.8 else rng.randint(0, bound),
         max_queue_size=limit,
         oversample_groups=rng.randint(1, groups) if rng.random() < 0.25 else 0,
-        max_failed_groups=10**6,
+        max_failed_groups=10**6,  # groups fail by design here, and must not end the run
         stall_timeout_s=3000.0,
         batch_timeout_s=1000.0,
     )

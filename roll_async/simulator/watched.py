@@ -42,6 +42,7 @@ class CheckedQueue(MessageQueue):
     async def release(
         self, group_id: int, outcome: ReleaseReason, reason: str = "", *, group: Group | None = None
     ) -> None:
+        # First: the call raises for too many failures, after the release.
         self.watch.released(group_id, outcome, reason)
         await super().release(group_id, outcome, reason, group=group)
 
@@ -69,7 +70,7 @@ class SeenRollouter(Rollouter):
         await super().stop()
 
     async def release(self) -> None:
-        self.watch.resuming(self.world.serving())
+        self.watch.resuming(self.world.serving())  # before the engines run again
         await super().release()
 
 

@@ -99,7 +99,7 @@ class FaultyParts:
     """A sub-class of `trainer/learner.py: Learner`, which needs torch; None = itself, where a world wants one."""
 
 
-class _Found(BaseException):
+class _Found(BaseException):  # no Exception, which the parts under test could catch
     """An invariant is broken: what comes after it says nothing."""
 
 
@@ -146,7 +146,7 @@ class SimulatedRun:
         """All work of an instant is done; the clock is about to move. The first finding ends the run."""
         if self.queue is not None and not self.died:
             now, change = asyncio.get_running_loop().time(), self.queue.last_change
-            if change is not self._looked_at:
+            if change is not self._looked_at:  # only after a change: this looks at every group
                 self.watch.instant(self.queue)
                 self._looked_at = change
             self.watch.dispatch(self.managers, now)
@@ -175,7 +175,7 @@ class SimulatedRun:
     async def _build(self, stack: AsyncExitStack) -> RLVRPipeline:
         scenario = self._scenario
         classes = self._watched()
-        stack.push_async_callback(self._close)
+        stack.push_async_callback(self._close)  # first in, last out: replicas end after their managers
         starter = SimStarter(scenario, self.watch, self._new_replica, self.replicas)
         replicas = [starter.first(faults) for faults in scenario.engines]
         options = EngineOptions(
@@ -316,7 +316,7 @@ class SimulatedRun:
     def _crash(self, replica: SimReplica) -> None:
         now = asyncio.get_running_loop().time()
         self.outcome.spans.append(("faults", f"{replica.name} crashed", now, now, {}))
-        self.watch.died(replica.engine)
+        self.watch.died(replica.engine)  # first: the crash takes its tokens
         replica.crash()
 
     def _stop(self, pipeline: RLVRPipeline) -> None:
@@ -337,7 +337,7 @@ class SimulatedRun:
             self.watch.instant(queue)
         outcome.queue, outcome.servers = queue.stats(), self.manager.stats()
         slots = scenario.manager.max_concurrent_per_server
-        total = slots * max(outcome.ended_s, 1e-9)
+        total = slots * max(outcome.ended_s, 1e-9)  # a run may end at 0 s
         outcome.engine_busy = {r.name: r.engine.busy_s / total for r in self.replicas}
         outcome.group_lags = trainer.group_lags
         outcome.masked_share = trainer.masked_tokens / max(1, trainer.trained_tokens)
@@ -431,7 +431,7 @@ def _live(
     killed = False
 
     async def main() -> None:
-        await world.run()
+        await world.run()  # then only the clean-up is left, which is not killed
         loop.disarm()
 
     try:
@@ -456,6 +456,7 @@ def _lives(scenario: Scenario, classes: ComponentTypes, others: FaultyParts, fol
         here, after = folder / f"life{number}", folder / f"life{number + 1}"
         here.mkdir(exist_ok=True)
         outcome = SimOutcome(scenario=scenario)
+        # A killed process loses nothing that it has written: that takes a crash of the machine.
         ledger = SqliteLedger(here / "ledger.sqlite", fsync="never")
         world = SimulatedRun(scenario, watch, outcome, ledger, store, classes, others)
         kill = scenario.kills[number] if number < len(scenario.kills) else None
@@ -470,11 +471,12 @@ def _lives(scenario: Scenario, classes: ComponentTypes, others: FaultyParts, fol
             break
         # Of a run whose rollout process died, the trainer may have saved a step since then.
         store, start = world.store.next_life(), scenario.starts[number] if number < len(scenario.starts) else "latest"
+        # It dies once: the next process of the run has the generating side in itself.
         scenario = replace(scenario, process=None) if world.died else scenario
         step, number = watch.lineage.begin(store, start), number + 1
         watch = watch.other_run() if start == "fresh" else watch.rewind(step)
         if start == "fresh":
-            shutil.rmtree(after)
+            shutil.rmtree(after)  # another run does not begin with the ledger of this one
     outcome.findings = tuple(watch.findings)
     return outcome
 

@@ -61,8 +61,8 @@ class LengthSurvival:
         """An answer has ended at this length."""
         bucket = _bucket(num_tokens)
         self._ends[bucket] = self._ends.get(bucket, 0.0) + self._now
-        self._now *= 1 + 1 / _REMEMBERED
-        if self._now > 1e9:
+        self._now *= 1 + 1 / _REMEMBERED  # by a factor of e in _REMEMBERED answers
+        if self._now > 1e9:  # else it would grow until it is infinite
             self._ends = {k: weight / self._now for k, weight in self._ends.items()}
             self._now = 1.0
 
@@ -74,7 +74,7 @@ class LengthSurvival:
         risk = [0.0] * (last + 2)  # first those that leave in each bucket, then those that reach it
         ends = [0.0] * (last + 2)
         for bucket, weight in self._ends.items():
-            ends[min(bucket, last)] += weight / self._now
+            ends[min(bucket, last)] += weight / self._now  # longer ones of before end where answers must end now
             risk[min(bucket, last)] += weight / self._now
         for num_tokens in running:
             risk[min(_bucket(num_tokens), last)] += 1.0
@@ -84,7 +84,7 @@ class LengthSurvival:
         for bucket in range(last + 1):
             shares.append(alive)
             width = _first(bucket + 1) - _first(bucket)
-            prior = 1 - exp(-width / max(1, longest))
+            prior = 1 - exp(-width / max(1, longest))  # lengths with the mean `longest`: 1 / e of them reach it
             alive *= 1 - (ends[bucket] + _PRIOR_WEIGHT * prior) / (risk[bucket] + _PRIOR_WEIGHT)
         shares.append(0.0)
         return shares
@@ -133,6 +133,7 @@ class ReplicaAdmission:
         own than most takes the room of several.
         """
         if self._prompt:
+            # The - 1 below: a request of average size takes its own slot and changes nothing.
             own = self._share * prompt_tokens + num_generated
             self.limit -= (own + self._critical) / (self._prompt + self._critical) - 1
 
@@ -158,13 +159,14 @@ class ReplicaAdmission:
         self.due_s = now_s + INTERVAL_S
         self._adapt(kv.preemptions, len(running), waits)
         known = sum(r.prompt_tokens + r.answer_tokens for r in running)
+        # Cache in use that no report has told of yet, divided evenly among the requests.
         extra = max(0.0, (kv.used_tokens - known) / max(1, len(running)))
         if running:
             prompts = sum(r.prompt_tokens for r in running)
             least = min(1.0, max(0.0, 1 - (known - kv.used_tokens) / max(1, prompts)))
             # One that waits holds nothing, which looks like a prompt that is shared: the share may only rise then.
             self._share = least if all_run else max(self._share, least)
-        answers = [min(r.max_tokens - 1, r.answer_tokens + int(extra)) for r in running]
+        answers = [min(r.max_tokens - 1, r.answer_tokens + int(extra)) for r in running]  # - 1: it still runs
         alive = self._book.survival(answers, longest)
         # Requests of one length bucket are forecast together: how many, their tokens now, their length.
         groups: dict[int, list[float]] = {}
@@ -176,13 +178,15 @@ class ReplicaAdmission:
         parts = [(n, tokens, length / n, _share(alive, length / n)) for n, tokens, length in groups.values()]
         total, prompt = self.target * kv.total_tokens, max(1.0, self._share * prompt_tokens)
         room, critical = float("inf"), 0.0
+        # The area under the survival function.
         mean = sum(a * (_first(b + 1) - _first(b)) for b, a in enumerate(alive[:-1]))
         for later in _later(longest):
             if later > _HORIZON * mean:
                 break
+            # Divided by `now`: the survival of answers that have reached their present length.
             held = sum((t + n * later) * _share(alive, length + later) / now for n, t, length, now in parts if now)
             new = (prompt + later) * _share(alive, later)
-            if new > 0 and (total - held) / new < room:
+            if new > 0 and (total - held) / new < room:  # the tightest point of time decides
                 room, critical = (total - held) / new, later
         self.limit, self._critical, self._prompt = len(running) + room, critical, prompt
         self.known = True
@@ -218,7 +222,7 @@ class Admission:
         if not self.by_kv or (link.load is not None and link.load.kv is None):
             return self._cap
         found = self._replicas.get(link)
-        return 1 if found is None else found.slots
+        return 1 if found is None else found.slots  # None: it has not reported its load yet
 
     def sent(self, link: ReplicaLink, pending: PendingRequest) -> None:
         """A request is sent to the replica."""

@@ -119,10 +119,11 @@ class EngineSupervisor:
         fresh = (name for name in map(self._starter.name, count()) if name not in there and name not in self._leaving)
         join = [next(fresh) for _ in range(num_replicas - len(there))]
         for name in leave:
-            self._leaving.add(name)
+            self._leaving.add(name)  # first: its loss from now on is no failure
             self._coming.pop(name, None)
             self._run(name, self._leave(name), "end")
         for name in join:
+            # A name used before has all its restarts again; a Counter does not raise without one.
             del self._restarts[name]
             self._bring(name)
         return join, leave
@@ -133,12 +134,12 @@ class EngineSupervisor:
 
     def _run(self, name: str, work: Coroutine[object, object, None], what: str) -> None:
         if (before := self._tasks.get(name)) is not None:
-            before.cancel()
+            before.cancel()  # a start and an end of one name must not run side by side
         self._tasks[name] = task = asyncio.get_running_loop().create_task(work, name=f"{what} of {name}")
         task.add_done_callback(lambda done: self._ended(done, name))
 
     def _ended(self, task: asyncio.Task[None], name: str) -> None:
-        if self._tasks.get(name) is task:
+        if self._tasks.get(name) is task:  # not the next task of this name, which `_run` has put there
             del self._tasks[name]
         error = None if task.cancelled() else task.exception()
         if error is not None:  # no failure to start, which `_start` reports itself
@@ -152,7 +153,7 @@ class EngineSupervisor:
         """Remove a replica, running or being restarted, that does not accept the weights."""
         if any(client.name == name for client in self._manager.clients):
             await self._manager.remove(name, reason)
-        elif not self.lost(name, reason):
+        elif not self.lost(name, reason):  # one on its way has no link in the manager, which would tell of the loss
             self._manager.give_up(name, reason)
 
     async def readmit(self, client: Replica) -> None:
@@ -190,8 +191,9 @@ class EngineSupervisor:
             try:
                 await self._starter.reserve(name)
                 self._manager.expect(name)
+                # Counted before it can fail: to Ray the next try is another process.
                 number, self._starts[name] = self._starts[name], self._starts[name] + 1
-                async with asyncio.timeout(self._start_timeout_s):
+                async with asyncio.timeout(self._start_timeout_s):  # not around `reserve`, which waits for devices
                     client = await self._starter.start(name, number)
                     await client.pause(PauseMode.ABORT)
             except TimeoutError:
@@ -214,7 +216,7 @@ class EngineSupervisor:
         """What it runs goes on elsewhere, then its process ends."""
         assert self._joins is not None
         self._joins.forget(name)
-        self._manager.give_up(name, "it leaves")
+        self._manager.give_up(name, "it leaves")  # where it was still being started, nobody waits for it any more
         await self._manager.retire(name)
         await self._starter.stop(name)
         self._leaving.discard(name)

@@ -40,7 +40,7 @@ class HomeWaits:
     def end_in_time(self, waiting: Iterable[PendingRequest]) -> None:
         """Dispatch again when the first of these need not wait for its own replica any more."""
         oldest_s = min((pending.asked_s for pending in waiting), default=None)
-        if self._timer is None and oldest_s is not None:
+        if self._timer is None and oldest_s is not None:  # one timer is enough: its pump sets the next
             self._timer = asyncio.get_running_loop().call_at(oldest_s + PATIENCE_S, self._over)
 
     def _over(self) -> None:

@@ -79,6 +79,7 @@ class Liveness:
                 continue
             before = watched.num_interrupts
             failed = await ask_all(watched.links, "heartbeat of", self._ask, limit_s, slices=_HEARTBEAT_SLICES)
+            # Nothing follows from a question across a push, which has deadlines of its own.
             for link, error in failed.items() if before == watched.num_interrupts else ():
                 watched.lost(
                     link, f"asked for its load: {error}" if error else f"no answer to a heartbeat for {limit_s:g} s"
@@ -87,6 +88,7 @@ class Liveness:
     async def _ask(self, link: ReplicaLink) -> None:
         asked_s, before = asyncio.get_running_loop().time(), self._watched.num_interrupts
         load = await link.ask_load()
+        # Across a push attempts end by its abort, not because a reply is lost.
         if before == self._watched.num_interrupts and not self._watched.paused_for_push:
             self._compare(link, load, asked_s)
 
@@ -117,20 +119,20 @@ class Liveness:
     async def _watch_tokens(self) -> None:
         while True:
             await asyncio.sleep(self._options.silence_s / _CHECKS_PER_SILENCE)
-            for link in list(self._watched.links):
+            for link in list(self._watched.links):  # a copy: a loss removes the link
                 running = any(a.state is AttemptState.RUNNING for a in link.in_flight.values())
                 if self._watched.paused_for_push or not running:
                     continue
                 link.checks_without_token += 1
-                if link.checks_without_token > _CHECKS_PER_SILENCE:
+                if link.checks_without_token > _CHECKS_PER_SILENCE:  # >: the first check may follow its request at once
                     self._suspect_silent(link)
 
     def _suspect_silent(self, link: ReplicaLink) -> None:
-        link.checks_without_token = 0
+        link.checks_without_token = 0  # its probe has the whole time again
         why = f"reported no token for {self._options.silence_s:g} s while it ran requests"
         if self.suspect(link, why):
             return
-        attempts = list(link.in_flight.values())
+        attempts = list(link.in_flight.values())  # a copy: each leaves it when it is redispatched
         logger.warning("engine %s %s; its %d requests are dispatched to other replicas", link.name, why, len(attempts))
         self._watched.redispatch(attempts, why)
         self._spawn(self.end_on_replica(link, attempts), f"abort on {link.name}")
@@ -164,7 +166,7 @@ class Liveness:
                 if again:  # aborted in the last sweep, and the reply did not come
                     watched.redispatch(again, f"did not end within {timeout:g} s")
                 for attempt in late:
-                    if attempt.stop is None:
+                    if attempt.stop is None:  # one that was put aside or aborted keeps that reason
                         attempt.stop = Stop.TIMEOUT
                         logger.warning("request %s did not end within %g s on %s", attempt.wire_id, timeout, link.name)
                 if late:

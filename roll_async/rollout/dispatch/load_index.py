@@ -26,6 +26,7 @@ class _Capacity:
     @property
     def weight(self) -> float:
         """Relative share of the requests it gets; 0 = it has no free slot."""
+        # Free slots are below 0 when later turns went to a full replica, or its limit fell.
         return max(0, self.free_slots) * (self.kv + _KV_FLOOR)
 
     @property
@@ -97,7 +98,7 @@ class ReplicaChoice:
         if not capacity.assigned:
             capacity.weight_at_start = capacity.weight
             self._round.append(name)
-        capacity.assigned += 1
+        capacity.assigned += 1  # its heap entry follows with the caller's `set` of its free slots
         return name
 
     def _free_home(self, affinity: str | None, avoid: Collection[str]) -> str | None:
@@ -140,8 +141,8 @@ class ReplicaChoice:
     def _push(self, name: str, capacity: _Capacity) -> None:
         self._number += 1
         capacity.entry = self._number
-        heapq.heappush(self._heap, (-capacity.rank, self._number, name))
-        if len(self._heap) > 64 + 4 * len(self._replicas):
+        heapq.heappush(self._heap, (-capacity.rank, self._number, name))  # negated: heapq has the smallest first
+        if len(self._heap) > 64 + 4 * len(self._replicas):  # mostly stale: a choice stays O(log replicas)
             self._heap = [entry for entry in self._heap if self._valid(entry)]
             heapq.heapify(self._heap)
 

@@ -72,7 +72,7 @@ class ReplicaLink:
     def close(self) -> list[Attempt]:
         """Neither read nor send any more. Returns the attempts that were in flight, which are LOST now."""
         for task in self._tasks:
-            if task is not asyncio.current_task():
+            if task is not asyncio.current_task():  # the reader or writer that found the loss ends by itself
                 task.cancel()
         self._gone.set()
         orphans = list(self.in_flight.values())
@@ -100,7 +100,7 @@ class ReplicaLink:
             self._busy_since_s = now_s
         self.in_flight[attempt.wire_id] = attempt
         self._outbox.append(attempt)
-        if self._idle is not None and not self._idle.done():
+        if self._idle is not None and not self._idle.done():  # an earlier send may have woken the writer
             self._idle.set_result(None)
 
     def end(self, attempt: Attempt, state: AttemptState) -> None:
@@ -152,7 +152,7 @@ class ReplicaLink:
             call.cancel()
             gone.cancel()
         if call.done() and not call.cancelled():
-            call.result()
+            call.result()  # a loss is reported already: what is raised is a fault of ours
 
     async def ask_load(self) -> EngineLoad:
         """Ask the replica for its load and store it. Raises what the replica raises."""
@@ -164,6 +164,7 @@ class ReplicaLink:
     def record_load(self, load: EngineLoad) -> None:
         """Store the load that the replica reports."""
         self.load = load
+        # Below 0 while attempts are on the wire: in flight here, not yet in its counts.
         self.foreign_requests = max(0, load.running + load.waiting - len(self.in_flight))
 
     async def _call(self, work: Coroutine[object, object, object]) -> None:
@@ -194,7 +195,7 @@ class ReplicaLink:
         except LOSSES as error:
             self._listener.lost(self, _describe(error))
         finally:
-            self._off_wire()
+            self._off_wire()  # whoever waits for the submit call must not wait for ever
 
     def _acknowledged(self, batch: Sequence[Attempt], now_s: float) -> None:
         """The replica has these attempts. Those that ended here meanwhile without an answer are aborted there."""
@@ -223,6 +224,7 @@ class ReplicaLink:
 
 
 def _describe(error: Exception) -> str:
+    # A TimeoutError mostly has no text of its own.
     return str(error) if isinstance(error, ConnectionError) else f"{type(error).__name__}: {error}"
 
 
@@ -254,7 +256,7 @@ async def ask_all(
             task.cancel()
     failed = {}
     for task, link in calls.items():
-        error = None if task in late else task.exception()
+        error = None if task in late else task.exception()  # of a late task, not done yet, it would raise
         if task in late:
             failed[link] = ""
         elif isinstance(error, LOSSES):

@@ -89,13 +89,13 @@ class RequestDispatch:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for pending in [*self._waiting, *(attempt.request for attempt in self._all_in_flight())]:
-            pending.result.cancel()
+            pending.result.cancel()  # no reader is left that could set it
         self._waiting.clear()
 
     async def wait_failed(self) -> None:
         """Never returns; raises the error that ended the last replica, or the Defect that ends the run."""
         assert self._failure is not None, "start() first"
-        await asyncio.shield(self._failure)
+        await asyncio.shield(self._failure)  # a waiter that is cancelled must not cancel it for the others
 
     @property
     def links(self) -> Collection[ReplicaLink]:
@@ -158,6 +158,7 @@ class RequestDispatch:
         for attempt in attempts:
             attempt.request.abort_wanted, attempt.stop = True, Stop.CALLER
         await self._end_on_servers(attempts)
+        # Acknowledged is not answered: the tokens come with the next report of the replica.
         left = [a.request.result for a in attempts if not a.ended]
         if left:
             await asyncio.wait(left, timeout=min(REPLY_WITHIN_S, self._options.interrupt_timeout_s))
@@ -207,12 +208,12 @@ class RequestDispatch:
             key = pending.conversation if waits_for_home else pending.affinity
             name = self._choice.choose(key, self._avoided(pending))
             if name is None:
-                passed.append(pending)
+                passed.append(pending)  # those with room have failed it
                 continue
             if pending.conversation is not None:
                 self._choice.settle(pending.conversation, name)
             self._dispatch(pending, self._links[name], now)
-        for pending in passed:
+        for pending in passed:  # their order is by age: each has its old place again
             self._waiting.add(pending)
         self._at_home.end_in_time(p for p in passed if self.waits_for_home(p))
         if self._waiting.foreground_yields:
@@ -229,14 +230,14 @@ class RequestDispatch:
         chosen = sorted(running, key=lambda attempt: -attempt.request.order)[: max(0, num_wanted)]
         if chosen:
             self._spawn(self._end_on_servers(self._put_aside(chosen)), "requests that give way")
-            self._pump()
+            self._pump()  # what `_put_aside` recalled from an outbox has left its slot already
 
     def _put_aside(self, attempts: Sequence[Attempt]) -> list[Attempt]:
         """The requests of these attempts keep their tokens and go on later. Returns the attempts that a replica has."""
         self._recall(attempts)
         running = [attempt for attempt in attempts if not attempt.ended]
         for attempt in running:
-            attempt.stop = attempt.stop or Stop.ASIDE
+            attempt.stop = attempt.stop or Stop.ASIDE  # the first reason decides: its caller may have aborted it
         return running
 
     def _send_home(self) -> None:
@@ -257,7 +258,7 @@ class RequestDispatch:
         return {link.name for link in pending.failed_on if self._links.get(link.name) is link}
 
     def _dispatch(self, pending: PendingRequest, link: ReplicaLink, now_s: float) -> None:
-        if pending.num_generated >= pending.request.sampling.max_new_tokens:
+        if pending.num_generated >= pending.request.sampling.max_new_tokens:  # stopped at its very last token
             pending.attempt.to(AttemptState.ANSWERED)
             self._finish(pending, Completion.empty(pending.attempt.wire_id, FinishReason.LENGTH))
             return
@@ -275,7 +276,7 @@ class RequestDispatch:
         other clients. A suspect replica gets one request as a probe, one that leaves gets none. The load of other
         clients is asked for again before it is older than `batch_creation_interval_s`.
         """
-        if link.leaving:
+        if link.leaving:  # `retire` has removed it from the choice, and `set` would bring it back
             return
         running = len(link.in_flight)
         free = self._admission.slots(link) - running - link.foreign_requests
@@ -306,7 +307,7 @@ class RequestDispatch:
             if attempt is not None:
                 self._keep_received(attempt)
                 self._retry(attempt.request, link, reason)
-        link.record_load(report.load)
+        link.record_load(report.load)  # after the replies: what its load has beyond those in flight is foreign
         self._admission.reported(link, self._waiting)
         self._set_free(link)
         self._pump()
@@ -323,8 +324,9 @@ class RequestDispatch:
             return
         pending, tokens = attempt.request, len(completion.token_ids)
         if tokens:
-            self._generated(link, tokens - attempt.num_received)
+            self._generated(link, tokens - attempt.num_received)  # a completion has the tokens of its progress, too
         if not aborted:
+            # Not for aborted ones: their lengths would make all answers look short.
             self._admission.ended(link, pending.num_generated + tokens)
         if not aborted or pending.abort_wanted:
             self._finish(pending, completion, link.name)
@@ -384,6 +386,7 @@ class RequestDispatch:
         """A replica failed this request. The next attempt avoids it while there is another one."""
         pending.failures += 1
         pending.failed_on.add(link)
+        # An aborted request does not fail: its caller wants the tokens so far.
         if pending.failures > self._options.request_retries and not pending.abort_wanted:
             if not pending.result.done():
                 whole = f"request {pending.request.request_id} failed {pending.failures} times"
@@ -455,7 +458,7 @@ class RequestDispatch:
             self._keep_received(attempt)
             self._retry(attempt.request, link, reason)
         if self._returns is not None and self._returns(name, reason):
-            self._expected[name] = True
+            self._expected[name] = True  # before the next line, which ends a run without a replica to come
         self._end_without_engines(name, reason)
         self._pump()
 
@@ -464,7 +467,7 @@ class RequestDispatch:
         del self._links[link.name]
         orphans = link.close()
         self._counts.dropped(link, asyncio.get_running_loop().time())
-        self._counts.in_flight -= len(orphans)
+        self._counts.in_flight -= len(orphans)  # `close` has ended them past `_end`, which counts
         self._choice.remove(link.name)
         self._admission.remove(link)
         return orphans
@@ -505,6 +508,6 @@ class RequestDispatch:
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()
+        error = None if task.cancelled() else task.exception()  # `exception()` of a cancelled task would raise
         if error is not None:
             self.fail(error)

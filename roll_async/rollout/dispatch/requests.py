@@ -69,6 +69,7 @@ class PendingRequest:
         for piece in self.pieces:
             prompt = prompt + piece.token_ids
         left = sampling.max_new_tokens - self.num_generated
+        # The experts of these positions are known: the record of the next attempt begins after them.
         recorded = sum(piece.experts.num_positions for piece in self.pieces if piece.experts is not None)
         return GenerateRequest(
             request_id=wire_id,

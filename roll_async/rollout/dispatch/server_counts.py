@@ -64,7 +64,7 @@ class ServerCounts:
         before_s = self.busy_before_by_server.get(link.name, 0.0)
         self.busy_before_by_server[link.name] = before_s + link.busy_until_s(now_s)
         if link.load is not None and link.load.kv is not None:
-            self.kv_before.append(link.load.kv)
+            self.kv_before.append(link.load.kv)  # without them the sums would fall when a process ends
 
     def gave_up(self, num_tokens: int) -> None:
         """A request was aborted and will not be continued."""
@@ -98,14 +98,14 @@ class ServerCounts:
 
     def _memory_metrics(self, now: Iterable[int]) -> dict[str, float]:
         """Of the largest replica so far; nothing where none tells."""
-        self.peak_bytes = max(self.peak_bytes, *now, 0)
+        self.peak_bytes = max(self.peak_bytes, *now, 0)  # the 0: `max` of a single number raises
         return {"memory/engine_peak_bytes": float(self.peak_bytes)} if self.peak_bytes else {}
 
     def _kv_metrics(self, now: Sequence[KVCache]) -> dict[str, float]:
         """`now`: of the live replicas that tell, as of their last reports."""
         every = [*self.kv_before, *now]
         metrics: dict[str, float] = {"engine/preemptions": float(sum(kv.preemptions for kv in every))} if every else {}
-        if total := sum(kv.total_tokens for kv in now):
+        if total := sum(kv.total_tokens for kv in now):  # only live caches are in use
             metrics["engine/kv_use"] = sum(kv.used_tokens for kv in now) / total
         if asked := sum(kv.prefix_asked_tokens for kv in every):
             metrics["engine/prefix_hits"] = sum(kv.prefix_hit_tokens for kv in every) / asked

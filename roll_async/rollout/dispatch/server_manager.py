@@ -66,6 +66,7 @@ class AsyncLLMServerManager(RequestDispatch):
         A replica that does not acknowledge in time is lost; its requests go on elsewhere from their last token.
         Raises ConnectionError when it was the last one and is not restarted.
         """
+        # First: a slot that becomes free from now on must not be filled again.
         self._dispatching, self.num_interrupts = False, self.num_interrupts + 1
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
@@ -74,9 +75,10 @@ class AsyncLLMServerManager(RequestDispatch):
         self._interrupt_mode = "abort" if mode == "abort" else "resume"
         pause = PauseMode.KEEP if mode == "keep" else PauseMode.ABORT
         if mode != "keep":
-            self._recall(self._all_in_flight())
+            self._recall(self._all_in_flight())  # what no replica has yet must not reach a paused one
         await self._command("pause", lambda link: link.stop(pause), deadline - loop.time(), of_s=timeout_s)
         if mode != "keep":
+            # The tokens come with the replies, after the acknowledgement of the pause.
             await wait_drained(self._links.values(), min(REPLY_WITHIN_S, max(0.0, deadline - loop.time())))
             for link in [link for link in self._links.values() if link.in_flight]:
                 for attempt in list(link.in_flight.values()):  # the reply with its tokens did not come
@@ -88,7 +90,7 @@ class AsyncLLMServerManager(RequestDispatch):
         """Let the replicas run again and dispatch waiting requests. One that does not acknowledge in time is lost."""
         timeout_s = self._options.interrupt_timeout_s
         await self._command("resume", ReplicaLink.resume, timeout_s, of_s=timeout_s)
-        self._interrupt_mode = None
+        self._interrupt_mode = None  # until here an abort that a replica reports is that of the push
         self._dispatching = True
         self._pump()
 
@@ -103,7 +105,7 @@ class AsyncLLMServerManager(RequestDispatch):
         for link, error in (await ask_all(self._links.values(), what, call, left_s)).items():
             self.lost(link, f"did not {what}: {error}" if error else f"did not {what} within {of_s:g} s")
         if not self._links and not self._expected:
-            await self.wait_failed()
+            await self.wait_failed()  # raises: the loss of the last one has set the failure
 
     async def set_aside(self, aside: bool) -> None:
         """True: background requests stop, keeping their tokens, and only foreground ones run (validation). False:
@@ -161,6 +163,7 @@ class AsyncLLMServerManager(RequestDispatch):
     async def add(self, client: Replica) -> None:
         """A new or restarted replica joins; it must already hold the current weights, and run."""
         assert client.name not in self._links, f"{client.name} joins twice"
+        # A bool: a new replica, which was not there before, has not returned.
         self._counts.returned_servers += self._expected.pop(client.name, True)
         link = self._links[client.name] = ReplicaLink(client, self, self._spawn)
         self._begin(link)
@@ -204,7 +207,7 @@ class AsyncLLMServerManager(RequestDispatch):
         self._pump()
         await self._stop_running(list(link.in_flight.values()))
         await wait_drained([link], REPLY_WITHIN_S)
-        if self._links.get(name) is link:
+        if self._links.get(name) is link:  # else it was lost meanwhile, and its requests have moved
             for attempt in self._drop(link):
                 self._keep_received(attempt)
                 self._requeue(attempt.request)

@@ -33,6 +33,7 @@ class WaitingRequests:
     def foreground_yields(self, yields: bool) -> None:
         if yields != self._foreground_yields:
             self._foreground_yields = yields
+            # All kinds have changed, so the heap is built anew; a copy, because `add` writes.
             waiting = list(self._entries)
             self._heap.clear()
             for pending in waiting:
@@ -59,6 +60,7 @@ class WaitingRequests:
         self._entries[pending] = self._number
         if pending.later_turn:
             self._later.add(pending)
+        # The number is unique, so that two requests, which have no order, are never compared.
         heapq.heappush(self._heap, (self._kind(pending), pending.order, self._number, pending))
 
     def discard(self, pending: PendingRequest) -> bool:
@@ -73,7 +75,7 @@ class WaitingRequests:
             if self._entries.get(pending) != number:
                 heapq.heappop(self._heap)
                 continue
-            if foreground_only and not pending.foreground:
+            if foreground_only and not pending.foreground:  # then all that follow are of the background, too
                 return None
             heapq.heappop(self._heap)
             self.discard(pending)

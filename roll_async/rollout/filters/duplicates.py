@@ -39,11 +39,11 @@ class DuplicateAnswers:
         """A group has all its samples. Warns, once for each cause, of copies that chance does not explain."""
         alike: dict[bytes, list[Sample]] = defaultdict(list)
         for sample in group.samples:
-            alike[sample.response_token_ids.tobytes()].append(sample)
+            alike[sample.response_token_ids.tobytes()].append(sample)  # an array has no hash
         copies = [same for same in alike.values() if len(same) > 1]
         self._recent.append((sum(map(len, copies)), len(group.samples)))
         for same in copies:
-            if sum(same[0].behaviour_logprobs) < _CHANCE:
+            if sum(same[0].behaviour_logprobs) < _CHANCE:  # in nats; tokens of tools have 0 and do not count
                 self._warn(group, same)
 
     def _warn(self, group: Group, same: Sequence[Sample]) -> None:

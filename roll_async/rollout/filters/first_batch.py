@@ -30,7 +30,7 @@ class FirstBatch:
         """It has ended. Raises RaisesAlways."""
         if group_id in self._open:
             self._open.discard(group_id)
-            self._ended += outcome.fate is not GroupFate.REQUEUED
+            self._ended += outcome.fate is not GroupFate.REQUEUED  # a requeued one gives its place to a later group
         self._raised[domain] += outcome.raised
         num = self._raised[domain]
         if outcome.never_scored and self._ended == self._size and num >= min(2, self._size):

@@ -39,6 +39,7 @@ class TraceChecks:
                 mask[turn.start : turn.start + turn.num_tokens] = b"\x01" * turn.num_tokens
                 name = f"{row.trajectory}+{turn.index}"
                 limit = min(sampling.max_new_tokens, self.max_context - first)
+                # From name and prompt alone: what the engines must have sampled.
                 whole = self.texts.turn(name, ids[:first], ())
                 expected = whole.tokens(first, min(whole.end, first + limit))
                 if ids[first : first + turn.num_tokens] != expected or whole.start != first:
@@ -59,7 +60,7 @@ class TraceChecks:
             return None
         facts = [sampled_as(x) for x in told]
         labels = [version for version, count in runs for _ in range(count)]
-        number = 7 if [v for v, _, _ in facts] != labels else 13
+        number = 7 if [v for v, _, _ in facts] != labels else 13  # 7: the labels are wrong; 13: something else is
         where = f"turn {turn.index} of {row.sample_id}"
         return number, f"{where} says versions {labels}, engines told (version, answer, place) {facts}"
 
@@ -87,10 +88,10 @@ class TraceChecks:
             if turn.state != state_key(world.text(moves)):
                 yield 19, f"turn {turn.index} of {name} does not answer the state after {moves} moves of {world}"
             given = 0.0
-            if "<tool_call>" not in text:
+            if "<tool_call>" not in text:  # a call is answered by the tool: the world does not move
                 given, moves = self.fates.reward(world, moves), moves + 1
             total += given
-            if turn.reward != given:
+            if turn.reward != given:  # exact, because rewards are quarters
                 yield 19, f"turn {turn.index} of {name} has reward {turn.reward}, {world} gave {given}"
         fault, where = self.fates.fault(world)
         if fault is not Fault.NONE and where < moves:
@@ -117,6 +118,7 @@ def worlds_of(rows: Sequence[Sample]) -> set[WorldId]:
     found = set()
     for row in rows:
         ids = row.prompt_token_ids + row.response_token_ids
+        # What the policy samples decodes to characters, too.
         said = decode([token for token in ids if not is_sampled(token)])
         found |= {WorldId(int(task), int(number)) for task, number, _ in _SAID.findall(said)}
     return found

@@ -103,6 +103,7 @@ class AgentTasks:
             worlds=self.pool,
             max_worlds=model.max_worlds,
         )
+        # SeenSource comes first: its `validate` calls that of the runner.
         seen = cast(type[GroupRunner], type("Groups", (SeenSource, self._groups), {"watch": self._watch}))
         return seen(self._worlds(manager, parts), manager, options)
 

@@ -71,6 +71,7 @@ class TraceTexts:
         name, start = name_of_turn(name), len(prompt)
         while is_sampled(prompt[start - 1]):
             start -= 1
+        # The name begins with the group, whose trajectories share a part of their lengths.
         length = self._lengths.tokens(self._seed, name.partition(".")[0], name)
         calls = self._tools is not None and uniform(self._seed, "call", name) < self._tools.share
         return ScriptedTurn(start, start + length, calls, False, not calls, name)

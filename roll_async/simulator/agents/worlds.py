@@ -24,7 +24,7 @@ from roll_async.simulator.parts.models import WorldModel, uniform
 _NEVER_S = 1e9
 _NORMAL = NormalDist()
 _START_S = 0.5
-_CLOSING = -2
+_CLOSING = -2  # in place of a number of moves: -1 is the reset
 _QUARTER_SHARE = 0.3
 
 
@@ -66,16 +66,17 @@ class Fates:
         if not (model.seconds and model.sigma):
             return model.seconds
         z = _NORMAL.inv_cdf(uniform("step", self._seed, world, moves))
-        return model.seconds * exp(model.sigma * z - model.sigma**2 / 2)
+        return model.seconds * exp(model.sigma * z - model.sigma**2 / 2)  # lognormal; its mean is `seconds`
 
     def fault(self, world: WorldId) -> tuple[Fault, int]:
         """(fault, number of moves before the step in which it happens; -1 = in the reset)."""
         model, x = self._model, uniform("fault", self._seed, world)
+        # From -1, the reset, to the last step.
         where = int((1 + self.moves(world)) * uniform("fault at", self._seed, world)) - 1
         for fault, share in ((Fault.HANGS, model.hang_share), (Fault.CRASHES, model.crash_share)):
             if x < share:
                 return fault, where
-            x -= share
+            x -= share  # one draw for all faults, so that a world has one at most
         ungraded = x < model.ungraded_share
         return (Fault.UNGRADED, self.moves(world) - 1) if ungraded else (Fault.NONE, 0)
 
@@ -83,8 +84,9 @@ class Fates:
         """Of the step after so many moves, in quarters: sums are exact."""
         last = moves == self.moves(world) - 1
         if self._flat_share and uniform("flat", self._seed, world.task) < self._flat_share:
-            return float(last)
+            return float(last)  # the same for all worlds of the task: their group has no variance
         quarter = 0.25 * (uniform("reward", self._seed, world, moves) < _QUARTER_SHARE)
+        # Even and odd worlds of a task differ: a group of two has a variance.
         return quarter + float(last and world.number % 2)
 
 
@@ -133,7 +135,7 @@ class WorldBook:
         if self._lock_step:
             self._open[world] = True
             self._look()
-            if self._open[world]:
+            if self._open[world]:  # else it was the last one, and `_look` has begun the next turn
                 await self._all_ended.wait()
 
     def _look(self) -> None:
@@ -281,6 +283,7 @@ class SimWorker(WorldWorker):
     async def _end_process(self) -> None:
         """Its worlds end where they stand."""
         self._up = False
+        # The task that runs this is the one that crashed.
         for task in self._requests - {asyncio.current_task()}:  # type: ignore[arg-type]
             task.cancel()
         for world in self._held.values():

@@ -69,7 +69,7 @@ class _SimulatedRequest:
         """Tokens that it holds in the KV cache, less the work done so far."""
         return len(self.request.prompt_token_ids) - self.joined_work
 
-    def __lt__(self, other: _SimulatedRequest) -> bool:
+    def __lt__(self, other: _SimulatedRequest) -> bool:  # heapq compares requests that end at the same work
         return self.order < other.order
 
 
@@ -194,7 +194,7 @@ class SimEngine:
         self._advance()
         self.paused = True
         if mode is PauseMode.ABORT:
-            for request_id in [*self._running, *self._waiting]:
+            for request_id in [*self._running, *self._waiting]:  # a copy: `_cut` takes them out
                 self._cut(request_id)
         self._set_timer()
 
@@ -214,6 +214,7 @@ class SimEngine:
     async def load_bucket(self, bucket: Bucket) -> None:
         self._check_alive()
         assert self._arrived is not None, "load_bucket before begin_update"
+        # With the number of the push: another attempt loses other buckets.
         if uniform(self._seed, "bucket", self.name, self._pushes, bucket.index) >= self._faults.lost_bucket_share:
             self._arrived[1].append(bucket.blocks[0].location)
 
@@ -229,7 +230,7 @@ class SimEngine:
             raise RuntimeError(f"{self.name}: commit of {version} while paused={self.paused}, holds {self._arrived}")
         self._advance()
         for running in self._running.values():
-            self._count(running)
+            self._count(running)  # before the swap: the old weights have sampled these
         arrived = self._arrived[1]
         whole = bool(arrived) and arrived == bucket_names(version, int(arrived[0].rpartition("/")[2]))
         self.content = version if whole else -1
@@ -278,7 +279,7 @@ class SimEngine:
         self._work_at_s = now
         if not self.paused and self._running and passed > 0:
             self.busy_s += passed * len(self._running)
-            read_s = min(passed, self._prefill_s)
+            read_s = min(passed, self._prefill_s)  # reading prompts holds up the decoder
             self._prefill_s -= read_s
             self._work += (passed - read_s) / self._token_s()
 
@@ -286,13 +287,13 @@ class SimEngine:
         """Waiting requests take free places, oldest first. While it is paused they wait."""
         self._preempt()
         while not self.paused and self._waiting and len(self._running) < self._slots:
-            running = next(iter(self._waiting.values()))
+            running = next(iter(self._waiting.values()))  # the oldest: a dict keeps its order
             num_tokens = len(running.request.prompt_token_ids) + running.counted
             if not self._has_kv(num_tokens):
                 break
             del self._waiting[running.request.request_id]
             if self._speed.kv_tokens is None:
-                prefill = num_tokens * self._speed.prefill_token_s / self._speed.token_s
+                prefill = num_tokens * self._speed.prefill_token_s / self._speed.token_s  # in tokens of work
             else:
                 prefill = 0.0
                 self._prefill_s += num_tokens * self._speed.prefill_token_s * self._faults.slow_factor
@@ -317,18 +318,20 @@ class SimEngine:
     def _preempt(self) -> None:
         """The youngest give up their KV cache until each of the others has room for its next token."""
         total = self._speed.kv_tokens
+        # The last one stays: one request runs, however long it is.
         while total is not None and len(self._running) > 1 and self._kv_used() + len(self._running) > total + _ROUNDING:
-            running = self._leave(next(reversed(self._running)))
+            running = self._leave(next(reversed(self._running)))  # the youngest: a dict keeps its order
             self._count(running)
             running.order = 0  # it gets no token until it runs again
             self.preemptions += 1
-            self._waiting = {running.request.request_id: running, **self._waiting}
+            self._waiting = {running.request.request_id: running, **self._waiting}  # in front: it is the next to run
 
     def _work_to_full_kv(self) -> float:
         """Tokens that each running request may have before one is preempted."""
         total, running = self._speed.kv_tokens, len(self._running)
         if total is None or running < 2:
             return float("inf")
+        # A little beyond, so that `_preempt` finds it full.
         return (total - self._kv_used()) / running - 1 + 2 * _ROUNDING
 
     def _set_timer(self) -> None:
@@ -369,8 +372,9 @@ class SimEngine:
             running.counted = done
 
     def _finish(self, running: _SimulatedRequest, reason: FinishReason) -> None:
-        if running.order:
+        if running.order:  # 0: it has not run since its last count
             self._count(running)
+            # Aborted after its last token, it has ended by itself.
             if reason is FinishReason.ABORT and running.counted == running.num_tokens:
                 reason = running.reason
         self.generated_tokens += running.counted
@@ -381,6 +385,7 @@ class SimEngine:
     def _part(self, running: _SimulatedRequest, start: int, end: int, reason: FinishReason) -> Completion:
         """Its tokens from `start` to `end`."""
         name, first = running.request.request_id, len(running.request.prompt_token_ids)
+        # Without attempt and turn: log-probs name the answer.
         sample = name.partition("#")[0].partition("+")[0]
         return Completion(
             request_id=name,

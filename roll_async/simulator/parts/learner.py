@@ -86,7 +86,7 @@ class ComparingActor:
             size = int(rows.lengths[number])
             for name, tensor in got.items():
                 row = tensor[number].tolist()
-                if not _same(row[:size], expected[name]) or any(row[size:]):
+                if not _same(row[:size], expected[name]) or any(row[size:]):  # the padding must be 0
                     self._watch.report(
                         13, f"step {step}: {name} of sample {sample.sample_id} are {row}, expected {expected[name]}"
                     )
@@ -136,6 +136,6 @@ def number_of(group: Group, sample_id: str) -> int:
 
 
 def _same(row: Sequence[float], expected: Sequence[float]) -> bool:
-    return len(row) == len(expected) and all(
+    return len(row) == len(expected) and all(  # rows are float32
         a == b or isclose(a, b, abs_tol=1e-5) for a, b in zip(row, expected, strict=True)
     )

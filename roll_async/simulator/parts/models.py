@@ -18,7 +18,7 @@ _NORMAL = NormalDist()
 def uniform(*name: object) -> float:
     """A number in (0, 1) that belongs to this name."""
     text = "/".join(map(str, name)).encode()
-    return (int.from_bytes(blake2b(text, digest_size=8).digest()) + 0.5) / 2**64
+    return (int.from_bytes(blake2b(text, digest_size=8).digest()) + 0.5) / 2**64  # the 0.5: `inv_cdf` has no value at 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,13 +39,14 @@ class LengthModel:
 
     @cached_property
     def _mu(self) -> float:
-        return log(self.mean_tokens) - self.sigma**2 / 2
+        return log(self.mean_tokens) - self.sigma**2 / 2  # the mean of a lognormal is exp(mu + sigma^2 / 2)
 
     def tokens(self, seed: int, prompt: str, sample: str) -> int:
         """Length of one answer."""
         z = _NORMAL.inv_cdf(uniform(seed, "length", sample))
         if self.prompt_share:
             shared = _NORMAL.inv_cdf(uniform(seed, "prompt", prompt))
+            # Roots of the shares: the variance stays 1.
             z = sqrt(self.prompt_share) * shared + sqrt(1 - self.prompt_share) * z
         return min(self.max_tokens, max(self.min_tokens, round(exp(self._mu + self.sigma * z))))
 
@@ -54,6 +55,7 @@ class LengthModel:
         if not self.sigma:
             return min(self.mean_tokens, float(self.max_tokens))
         edge = (log(self.max_tokens) - self._mu) / self.sigma
+        # The partial expectation of a lognormal below the cut, and the cut itself for the rest.
         return self.mean_tokens * _NORMAL.cdf(edge - self.sigma) + self.max_tokens * (1 - _NORMAL.cdf(edge))
 
 

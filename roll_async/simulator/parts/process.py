@@ -55,7 +55,7 @@ class SimProcess(RpcChannel):
                 await asyncio.wait({work})
         if self.dead:
             if not work.cancelled():
-                work.exception()
+                work.exception()  # marks it as retrieved
             raise ConnectionError(f"{ROLE}: process is gone")
         return work.result()
 
@@ -74,7 +74,7 @@ class SimProcess(RpcChannel):
     async def watch(self) -> None:
         while True:
             await asyncio.wait({self._dead}, timeout=_LOOK_EVERY_S)
-            await self.calls.look()
+            await self.calls.look()  # raises when the process is dead
 
     def close_queue(self) -> None:
         if not self.dead:

@@ -45,6 +45,7 @@ class SimReplica(Proxy, Replica):
         self.capabilities: EngineCapabilities = engine.capabilities
         self._seed, self._faults, self._swap_s = seed, faults, swap_s
         self._submitted = submitted
+        # `int()` is 0: no memory is measured.
         self._host = host(engine, measure_memory=int)  # pyright: ignore[reportArgumentType]  # never sleeps
         self._reader: asyncio.Task[None] | None = None
         self._completions: list[Completion] = []
@@ -74,7 +75,7 @@ class SimReplica(Proxy, Replica):
         if self._reader is None:
             self._reader = asyncio.get_running_loop().create_task(self._read(), name=f"line of {self.name}")
         await self._news.wait()
-        self._check()
+        self._check()  # it may have died while its news were waited for
         self._news.clear()
         completions, self._completions = self._completions, []
         failures, self._failures = self._failures, []
@@ -153,8 +154,9 @@ class SimReplica(Proxy, Replica):
         self._check()
         self._calls += 1
         if self._faults.way_s:
+            # With the number of the call: each has a latency of its own.
             await asyncio.sleep(self._faults.way_s * uniform("way", self._seed, self.name, self._calls))
-            self._check()
+            self._check()  # it may have died while the call was on its way
         if _begun(self._faults.errors_from_s):
             raise EngineDead(f"{self.name}: an illegal memory access was encountered")
         if _begun(self._faults.frozen_from_s) or (control and _begun(self._faults.deaf_from_s)):

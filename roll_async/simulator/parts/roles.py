@@ -97,7 +97,7 @@ class SimScorer:
         self.calls += 1
         model, name = self._model, (self._seed, sample.sample_id)
         if model.hang_share and uniform("hang", *name) < model.hang_share and sample.sample_id not in self._hung:
-            self._hung.add(sample.sample_id)
+            self._hung.add(sample.sample_id)  # only the first attempt to score it hangs
             await asyncio.sleep(_NEVER_S)
         slow = model.slow_factor if model.slow_share and uniform("slow", *name) < model.slow_share else 1.0
         if model.seconds:

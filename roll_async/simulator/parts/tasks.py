@@ -32,6 +32,7 @@ class ChatTasks:
         if scenario.tools is not None:
             assert isinstance(texts, Texts)
             tools = tools_of(scenario.tools, texts, SimTool(scenario.seed, scenario.tools))
+        # SeenSource comes first: its `validate` calls that of the scheduler.
         seen = cast(
             type[ChatCompletionScheduler], type("Scheduler", (SeenSource, self._scheduler), {"watch": self._watch})
         )

@@ -28,7 +28,7 @@ _KIND = 1 << 20
 RENDERED = 6 * _KIND
 END = 7 * _KIND
 _POSITION = _KIND - 1
-_SALT_FROM, _SALTED = 23, 4
+_SALT_FROM, _SALTED = 23, 4  # above 20 bits of position and 3 of kind; the byte ends below the sign of int32
 _PLAIN = (1 << _SALT_FROM) - 1
 _SCALE = 1 << 24
 """Integers below it are exact in float32."""
@@ -45,6 +45,7 @@ def logprobs_of(sample: str, position: int, runs: Iterable[tuple[WeightVersion, 
     name, found = _name_code(sample), array("f")
     for version, count in runs:
         head = ((1 + version) << _NAME_BITS + _PLACE_BITS) + name
+        # Exact: the divisor is a power of 2.
         found.extend([-(head + place % 1024) / _SCALE for place in range(position, position + count)])
         position += count
     return found
@@ -130,7 +131,7 @@ class Texts:
         """
         sample, _, number = name.partition("+")
         start = prompt[0]
-        for earlier in range(int(number or 0)):
+        for earlier in range(int(number or 0)):  # where a turn begins depends on all turns before it
             turn = self._turn(f"{sample}+{earlier}" if earlier else sample, start, prompt[1], stops)
             start = turn.end + self.answer_tokens(turn.end - 1)
         return self._turn(name, start, prompt[1], stops)
@@ -138,8 +139,9 @@ class Texts:
     def _turn(self, name: str, start: int, prompt: int, stops: Sequence[str]) -> ScriptedTurn:
         length = self._lengths.tokens(self._seed, str(prompt), name)
         if stops:
-            length = max(length, len(STOP))
+            length = max(length, len(STOP))  # the stop string must fit into the answer
         tools = self._tools
+        # The last tokens are a call or the stop string, not both.
         calls = tools is not None and not stops and uniform(self._seed, "call", name) < tools.share
         return ScriptedTurn(start, start + length, calls, bool(stops), name=name)
 
@@ -160,7 +162,7 @@ class Texts:
             if end < turn.end or not turn.calls or self._tools is None or number >= self._tools.max_turns:
                 return ids, bytes(mask)
             answer = self.answer_tokens(end - 1)
-            if len(ids) + answer >= limit:
+            if len(ids) + answer >= limit:  # as `rollout/answers.py`: no room is left for a turn after it
                 return ids, bytes(mask)
             ids.extend(range(end, end + answer))
             mask += b"\x00" * answer
