@@ -177,5 +177,6 @@ def step_metrics(parts: Sequence[Mapping[str, Tensor]], counts: Mapping[str, Den
     """
     own = [{key: x for key, x in part.items() if not key.startswith("correction/")} for part in parts]
     published = reduce_metrics(parts=own, denominators=counts["policy"], others=counts)
+    # Apart: `correction_metrics` divides these sums by one another, not by the tokens of the loss.
     sums = merge_metrics([{key: x for key, x in part.items() if key.startswith("correction/")} for part in parts])
     return published | correction_metrics(sums=sums) if sums else published
