@@ -177,6 +177,7 @@ def opo(inputs: AdvantageInputs) -> Result:
     """OPO (arXiv 2505.23585): the length-weighted mean of the group as baseline."""
     batch = _batch(inputs)
     lengths = batch.mask.sum(-1).to(batch.scores.dtype)
+    # Group ids grow over the run; scatter_add needs indices from 0.
     _, group = torch.unique(inputs.group_index, return_inverse=True)
     zeros = torch.zeros(int(group.max()) + 1 if group.numel() else 0, dtype=batch.scores.dtype, device=group.device)
     total = zeros.scatter_add(0, group, lengths)

@@ -145,7 +145,7 @@ def _finish(loss: Tensor, terms: _Terms, ratio: Tensor, extra: Metrics) -> tuple
     metrics = {
         "policy/ratio": torch.where(mask, ratio, 0).sum(),
         "policy/ratio_max": torch.where(mask, ratio, -torch.inf).amax()
-        if mask.numel()
+        if mask.numel()  # amax and amin refuse a tensor without elements
         else ratio.new_tensor(-torch.inf),
         "policy/ratio_min": torch.where(mask, ratio, torch.inf).amin() if mask.numel() else ratio.new_tensor(torch.inf),
         "policy/kl_k1": -delta.sum(),

@@ -124,6 +124,7 @@ class MegatronAsHf:
             for suffix in (_UP, _DOWN)
             if key.endswith(suffix)
         }
+        # An adapter beside a weight that this model lacks would be left out without a word.
         unknown = sorted((keys - weights) | (beside - weights))
         if unknown:
             raise ValueError(f"{folder}: {unknown[0]} has no Hugging Face name ({len(unknown)} such tensors)")
@@ -236,11 +237,13 @@ def hf_to_megatron(source: Path, target: Path, options: ConversionOptions) -> li
         return to_megatron(match.row, parts, model.heads).to(piece.dtype)
 
     with _complete(target, total, options.check) as (temporary, on_file):
+        # A norm that is fused into a linear layer is named with it: both ask for the state of one module.
         names = list(dict.fromkeys(objects))
         write_megatron_folder(
             temporary, pieces, load, empty_objects=names, file_bytes=options.file_bytes, on_file=on_file
         )
         if adapter is not None:
+            # Before the folder gets its name: an error leaves nothing of it.
             adapter.check_all_used()
         (temporary / HF_FILES).mkdir()
         copy_side_files(source, temporary / HF_FILES, dtype=options.dtype)
@@ -305,6 +308,7 @@ def _spec(name: str, folder: HfFolder, model: _Model) -> TensorSpec:
     spec = folder.spec(name)
     hidden = model.config.integer("hidden_size")
     wanted: tuple[int, ...] | None = None
+    # Names whose shape is the same in every family; others are compared with their neighbours.
     if name in ("model.embed_tokens.weight", "lm_head.weight"):
         wanted = (model.config.integer("vocab_size"), hidden)
     elif name.endswith(("input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight")):
@@ -373,10 +377,12 @@ def _complete(
             syncing = []
             yield temporary, lambda path: syncing.append(disk.submit(sync, path))
             for done in syncing:
+                # Raises what the sync has raised.
                 done.result()
         sync_tree(temporary)
         check(temporary)
         temporary.rename(target)
         sync(target.parent)
     finally:
+        # After the rename there is nothing of this name.
         shutil.rmtree(temporary, ignore_errors=True)

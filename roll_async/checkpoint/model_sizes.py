@@ -63,7 +63,7 @@ def embedding_rows(folder: Path, vocab_size: int) -> int:
     with open(single, "rb") as file:
         prefix = file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        if not 2 <= length <= single.stat().st_size - 8:
+        if not 2 <= length <= single.stat().st_size - 8:  # {} is the shortest header
             return vocab_size  # not a safetensors file: who loads it says so
         header = json.loads(file.read(length))
     return int(header[name]["shape"][0]) if name in header else vocab_size

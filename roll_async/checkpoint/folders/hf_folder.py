@@ -118,7 +118,7 @@ def copy_side_files(source: Path, target: Path, *, dtype: torch.dtype | None = N
     if critic:
         config = as_critic(config)
     if dtype is not None:
-        config.pop("torch_dtype", None)
+        config.pop("torch_dtype", None)  # the older name of `dtype`: the two would differ
         config["dtype"] = str(dtype).removeprefix("torch.")
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     ignored = shutil.ignore_patterns(*_WEIGHTS, *_OTHER_FOLDERS)
@@ -185,6 +185,7 @@ def write_hf_folder(
 
     def flush() -> None:
         nonlocal pending, pending_bytes
+        # The final name holds the number of shards, which is known at the end.
         path = folder / f"part-{len(shards):05d}.safetensors"
         specs = [TensorSpec(name=name, shape=tuple(t.shape), dtype=t.dtype) for name, t in pending.items()]
         with SafetensorsWriter(path, specs) as writer:

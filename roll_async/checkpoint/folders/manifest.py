@@ -87,6 +87,7 @@ def check_files(folder: Path, files: Mapping[str, str]) -> None:
 
 def sync(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on disk."""
+    # A folder can be opened for reading only, and fsync takes such a handle.
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -146,6 +146,7 @@ class MegatronFolder:
             raise ValueError(f"{path} is compressed ({info.transform_descriptors}), which is not supported")
         try:
             with open(path, "rb") as file:
+                # weights_only: a pickle could run code.
                 return torch.load(cast(IO[bytes], _View(file, info.offset, info.length)), weights_only=True)
         except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise ValueError(f"{path} is damaged at byte {info.offset}: {error}") from error
@@ -221,6 +222,7 @@ def write_megatron_folder(
     outline: dict[str, STORAGE_TYPES] = {**_outline(pieces), **{name: BytesStorageMetadata() for name in empty_objects}}
     metadata = Metadata(state_dict_metadata=outline)
     planner = cast(SavePlanner, _LazyPlanner(pieces, load))
+    # No copies ahead: `load` may return the same memory every time. The caller syncs.
     writer = FileSystemWriter(
         str(folder), single_file_per_rank=True, sync_files=False, thread_count=1, per_thread_copy_ahead=0
     )
@@ -235,7 +237,9 @@ def write_megatron_folder(
             for name in {result.storage_data.relative_path for result in results[-1]}:
                 on_file(folder / name)
     writer.finish(metadata, results)
+    # Megatron opens it on every load.
     torch.save({}, folder / COMMON)
+    # Last: a folder with this file is taken for a checkpoint.
     (folder / TORCH_DIST).write_text(json.dumps(FORMAT))
 
 

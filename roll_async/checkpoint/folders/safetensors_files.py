@@ -28,6 +28,7 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# The limit of the safetensors library.
 _MAX_HEADER_BYTES = 100_000_000
 
 
@@ -61,6 +62,7 @@ class SafetensorsFile:
         size = os.fstat(self._file.fileno()).st_size
         prefix = self._file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        # {} is the shortest header.
         if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
             raise ValueError(f"{self.path} is truncated or not a safetensors file")
         try:
@@ -107,6 +109,7 @@ class SafetensorsWriter:
 
     def __init__(self, path: Path, specs: Sequence[TensorSpec]) -> None:
         self._expected: Iterator[TensorSpec] = iter(specs)
+        # transformers refuses a file that does not name its format.
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         offset = 0
         for spec in specs:

@@ -92,6 +92,7 @@ def _attention_fields(config: HfConfig) -> dict[str, object]:
     return {
         "multi_latent_attention": True,
         "qk_layernorm": True,
+        # After the up projection each head has its own key and value.
         "num_query_groups": config.integer("num_attention_heads"),
         "q_lora_rank": config.integer("q_lora_rank") if "q_lora_rank" in config else None,
         "kv_lora_rank": config.integer("kv_lora_rank"),
@@ -140,5 +141,5 @@ FAMILY = Family(
         *experts("mlp.experts"), *shared_experts("mlp.shared_experts"),
     ),
     fields=_fields,
-    unused=(*OLD_BUFFERS, "model.layers.{n}.*"),
+    unused=(*OLD_BUFFERS, "model.layers.{n}.*"),  # the layer for multi-token prediction
 )  # fmt: skip

@@ -68,11 +68,13 @@ class DeviceState:
             self._away[kind] = _Away(slots=slots)
             for slot in slots:
                 slot.content = None if kind == "gradients" else self._copied(slot)
+        # The copies run in the background, and the memory they read is given back next.
         self._synchronize()
         for slots in held.values():
             for slot in slots:
                 slot.storage.resize_(0)
         if self._device.type == "cuda":
+            # torch's allocator would keep the memory from the other process.
             torch.cuda.empty_cache()
         return self.memory()
 
@@ -152,6 +154,7 @@ class DeviceState:
 
     def _copied(self, slot: _Slot) -> Tensor:
         """The storage's bytes in host memory; pinned memory is kept from phase to phase, its allocation is slow."""
+        # By the storage itself: its address is another after each phase.
         content = self._pinned.get(slot.storage._cdata)
         if content is None or len(content) != slot.num_bytes:
             content = torch.empty(slot.num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
