@@ -315,6 +315,7 @@ def reinforce(inputs: AdvantageInputs, options: DiscountAdvantageOptions) -> Res
 def reinforce_plus_plus(inputs: AdvantageInputs, options: DiscountAdvantageOptions) -> Result:
     """REINFORCE++ (arXiv 2501.03262): returns whitened over the batch."""
     returns, _ = reinforce(inputs, gamma=options.gamma)
+    # Not inputs.mask, which may have padding rows.
     return whiten(values_BT=returns, mask_BT=_batch(inputs).mask), returns
 
 

@@ -57,6 +57,7 @@ def correct(
         inside = inside & (ratio <= options.band_high)
     passing = mask_BT
     for rule in options.rejections:
+        # Over all tokens: what the band masks still counts in the statistic of its row.
         passing = passing & _passes(rule, d, mask_BT)
     keep = inside & passing
     if options.weight_level == "none":
@@ -70,7 +71,7 @@ def correct(
             mask_BT & (ratio < options.weight_lower) if options.weight_lower is not None else torch.zeros_like(mask_BT)
         )
         bounded = ratio
-        if options.weight_lower is not None or options.weight_upper is not None:
+        if options.weight_lower is not None or options.weight_upper is not None:  # clamp refuses no bound at all
             bounded = ratio.clamp(options.weight_lower, options.weight_upper)
         weights = torch.where(keep, bounded, 0)
     weights = _normalised(weights, keep, options.normalise)

@@ -75,7 +75,7 @@ def _log_ratio(
     """Fresh (log p, log p - log q) of one chunk; where masked both are those of equal logits, so the second is 0."""
     log_p, log_q = scaled_chunk(logits, mask, temperature, dtype), scaled_chunk(ref, mask, temperature, dtype)
     for z in (log_p, log_q):
-        z.sub_(torch.logsumexp(z, -1, keepdim=True))
+        z.sub_(torch.logsumexp(z, -1, keepdim=True))  # in place, which log_softmax is not
     # Into the memory of log_q: a third chunk less.
     return log_p, torch.sub(log_p, log_q, out=log_q)
 

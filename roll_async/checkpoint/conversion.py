@@ -88,6 +88,7 @@ class _Model:
         its value head; biases are in every layer or in none.
         """
         for match in self.family.parameters(self.shape):
+            # The output layer and the value head have the same name in Megatron.
             if match.name != VALUE_HEAD.name:
                 if match.row.is_needed(self.fields):
                     yield match

@@ -82,9 +82,11 @@ def _token_ids(folder: Path) -> Iterator[int]:
 
     fast = read("tokenizer.json")
     vocabulary = (fast.get("model") or {}).get("vocab") or read("vocab.json")
+    # Unigram models have a list of pieces: the id is the place in it.
     yield from vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
     yield from (token["id"] for token in fast.get("added_tokens") or ())
     yield from read("added_tokens.json").values()
+    # Its keys are ids, as JSON's keys are: strings.
     yield from map(int, read("tokenizer_config.json").get("added_tokens_decoder") or ())
     if (folder / "vocab.txt").is_file():
         with open(folder / "vocab.txt", encoding="utf-8") as file:

@@ -47,6 +47,7 @@ class TrajectoryLayout:
         source = source[torch.argsort(unit_BT.flatten()[source], stable=True)]
         units = unit_BT.flatten()[source]
         counts = torch.bincount(units, minlength=num_units)
+        # cumsum - counts is where the tokens of each unit begin.
         place = torch.arange(len(units)) - (counts.cumsum(0) - counts)[units]
         # At least one column: estimators reduce over positions, and an empty axis has no maximum.
         width = max(1, int(counts.max())) if len(counts) else 1
@@ -69,6 +70,7 @@ class TrajectoryLayout:
 def first_rows(batch: TrainBatch) -> Tensor:
     """[R] the first row of each trajectory."""
     index = _trajectory_index(batch)
+    # Larger than any row number, so that the minimum below is a row.
     first = torch.full((int(index.max()) + 1,), len(index))
     return first.scatter_reduce(0, index, torch.arange(len(index)), "amin")
 

@@ -182,7 +182,7 @@ class Learner:
         ]
         updated, update_wait_s = await parts.work(updates)
         for found in updated:
-            metrics |= found or {}
+            metrics |= found or {}  # None: the role had nothing to do
         metrics["trainer/learning_rate_alarm"] = self._alarm_of_rates(metrics, step)
         self._adapt_kl(metrics, batch)
         return StepReport(
@@ -425,7 +425,6 @@ class Learner:
         """The rows the ranks train on, and the metrics of the train-engine mismatch."""
         options, weights, metrics = self._options, None, {}
         segments = credit.segments(batch)
-        # 0 where masked: `interpolate_proximal` and the lag buckets must not see what is not trained.
         lag = torch.where(signal.mask, _version_lag(batch), 0)
         if proximal is not None:
             correction = correct(

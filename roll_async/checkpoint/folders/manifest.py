@@ -29,7 +29,7 @@ def write_manifest(folder: Path, files: Mapping[str, str], about: Mapping[str, o
     """`files`: fingerprint by path inside the folder; `about`: fields that readers need before the files."""
     with open(folder / MANIFEST, "w") as file:
         json.dump({"format": _FORMAT, **about, "files": dict(files)}, file, indent=2)
-        file.flush()
+        file.flush()  # fsync knows only what Python has handed on
         os.fsync(file.fileno())
 
 

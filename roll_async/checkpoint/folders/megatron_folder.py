@@ -111,6 +111,7 @@ class MegatronFolder:
         """`stored[index]`, put together from the chunks that hold it."""
         entry = self._tensors[key]
         rest = tuple(entry.size[len(index) :])
+        # [1, ..., 1, *rest]: chunks are boxes in all dimensions of the stored tensor.
         wanted = ChunkStorageMetadata(
             offsets=torch.Size((*index, *(0 for _ in rest))), sizes=torch.Size((*(1 for _ in index), *rest))
         )

@@ -133,6 +133,7 @@ def cut(
     return MicroBatch(
         rows=rows,
         mask=mask[fed_as].to(device),
+        # Of all rows, not of those that are fed: copies differ in what the loss reads.
         fields={name: _take(x, rows, width).to(device) for name, x in step.fields.items()},
         feed=feed,
         source=_in_gathered(source, grid.shape, bounds, context)[fed_as].to(device),

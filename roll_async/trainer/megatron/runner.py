@@ -133,6 +133,7 @@ class ModelRunner:
 
     def _padding_of_stage(self, model: torch.nn.Module, feed: ModelFeed) -> Tensor:
         """Megatron cuts the mask for sequence parallelism on the first stage only."""
+        # A model that trains is wrapped for its gradients (`wrap`), one that only scores is not.
         first = getattr(model, "module", model).pre_process
         if first or not self._config.sequence_parallel:
             return feed.padding

@@ -237,6 +237,7 @@ class MegatronWorker:
                     mask_BT=batch.mask,
                     clip=self._settings.value_clip,
                 )
+                # Where rows name no parts, all of them are counted as the policy's (`part_masks`).
                 return aggregate(loss_BT=per_token, mask_BT=batch.mask, denominators=denominators["policy"]), metrics
 
             return loss_of
@@ -255,6 +256,7 @@ class MegatronWorker:
         def loss_for(denominators: Mapping[str, Denominators]) -> LossOfMicroBatch:
             def loss_of(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
                 logprobs = self._runner.logprobs(batch, output, with_entropy=False).logprobs
+                # Log-probs are 0 outside of the mask.
                 return -logprobs.sum() / max(1, denominators["policy"].global_tokens), {}
 
             return loss_of
@@ -385,6 +387,7 @@ def _mean_of(results: list[dict[str, float]], part: str) -> dict[str, float]:
     """Mean over the optimizer steps of a batch; extremes by key; the learning rate of the last one."""
     merged: dict[str, float] = {f"{part}/optimizer_steps": float(len(results))}
     for key in results[0]:
+        # A step without a valid token has no extremes (`reduce_metrics`).
         values = [r[key] for r in results if key in r]
         if key.endswith("_max"):
             merged[key] = max(values)

@@ -180,6 +180,7 @@ def add_adapters(module: torch.nn.Module, settings: LoraSettings, name_of: dict[
         if f"{name}.weight" not in name_of or not name.startswith("decoder."):
             continue
         if wanted is None or name.rpartition(".")[2] in wanted:
+            # Norms, routers and latent attention's down projections, which tensor ranks hold whole, take none.
             if not isinstance(layer, ColumnParallelLinear | RowParallelLinear):
                 continue
             layer.adapter = Adapter(layer, settings, name_of[f"{name}.weight"])

@@ -200,6 +200,7 @@ class HfBackedModel:
             self._sharded[name] = False
             return  # a language model has no value head: it starts at zero
         if names == ("lm_head.weight",) and self.tied:
+            # The last of several stages holds a copy of the embedding as its output layer.
             names = ("model.embed_tokens.weight",)
         full = to_megatron(match.row, [self._hf.tensor(n) for n in names], self.heads)
         self._sharded[name] = full.shape != target.shape

@@ -198,5 +198,5 @@ def _packed(
         parts = [_longest_first([rows[i] for i in part], widths) for part in parts]
         if all(sum(widths[row] for row in part) <= budget or len(part) == 1 for part in parts):
             return parts
-    # Balanced by cost a pack may be over the budget whatever their number; first fit never is.
+    # Balanced by cost, packs may be over the budget whatever their number; first fit's are not, but for one long row.
     return first_fit

@@ -89,6 +89,7 @@ class _Owners:
 
     def next(self, tensor: torch.Tensor) -> tuple[int, int]:
         """(owner, size of the group), the same on all of its ranks."""
+        # False marks experts, which have data-parallel groups of their own.
         loads = self._bytes[not getattr(tensor, "allreduce", True)]
         owner = loads.index(min(loads))
         loads[owner] += tensor.numel() * tensor.element_size()
@@ -127,6 +128,7 @@ class RoleCheckpoint:
         content, fresh = self._content(saving=True)
         content["common"] = {**self._schedule.state(), "step": step, "grad_scalers": self._grad_scalers()}
         writing = self._writing = TorchDistSave(temporary / _MEGATRON, content, background=background, fresh=fresh)
+        # By a local name: `finish` lets go of the attribute first.
         self._open = lambda: self._complete(writing, temporary, target, step, state)
         if not background:
             self.finish()
