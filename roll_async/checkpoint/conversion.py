@@ -148,6 +148,7 @@ class MegatronAsHf:
         return bool(self._adapters)
 
     def _fits(self, stored: StoredKey, keys: set[str]) -> bool:
+        # The key alone would also fit a model of another number of layers or experts.
         return stored.key in keys and self._source.shape(stored.key)[: len(stored.index)] == stored.stack
 
     def specs(self, dtype: torch.dtype | None) -> list[TensorSpec]:
@@ -332,6 +333,7 @@ def _piece(match: Match, folder: HfFolder, model: _Model, dtype: torch.dtype | N
         key=stored.key,
         index=stored.index,
         stack=stored.stack,
+        # A fused Megatron tensor has the rows of all of its HF tensors.
         shape=(sum(spec.shape[0] for spec in specs), *specs[0].shape[1:]),
         dtype=own if dtype is None or match.row.float32 else dtype,
     )

@@ -81,6 +81,7 @@ class Rotary:
         if given is not None:
             return self.parameters.number("attention_factor")
         scale, all_dimensions = (self.parameters.values.get(key) for key in ("mscale", "mscale_all_dim"))
+        # As in transformers: 0 counts as absent.
         if scale and all_dimensions:
             upper, lower = self.parameters.number("mscale"), self.parameters.number("mscale_all_dim")
             return yarn_scale(factor, upper) / yarn_scale(factor, lower)

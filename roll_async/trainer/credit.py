@@ -49,7 +49,6 @@ class TrajectoryLayout:
         counts = torch.bincount(units, minlength=num_units)
         # cumsum - counts is where the tokens of each unit begin.
         place = torch.arange(len(units)) - (counts.cumsum(0) - counts)[units]
-        # At least one column: estimators reduce over positions, and an empty axis has no maximum.
         width = max(1, int(counts.max())) if len(counts) else 1
         mask = torch.arange(width)[None] < counts[:, None]
         return cls(source, units * width + place, mask, unit_BT.shape)

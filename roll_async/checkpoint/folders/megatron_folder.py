@@ -63,7 +63,7 @@ class MegatronFolder:
             metadata = FileSystemReader(str(folder)).read_metadata()
         except FileNotFoundError as error:
             raise ValueError(f"{folder / INDEX} is missing: the checkpoint was never completed") from error
-        except (EOFError, pickle.UnpicklingError, AttributeError, ValueError) as error:
+        except (EOFError, pickle.UnpicklingError, AttributeError, ValueError) as error:  # a pickle of torch's classes
             raise ValueError(f"{folder / INDEX} is truncated or damaged: {error}") from error
         self._check_files(metadata)
         self._storage = metadata.storage_data or {}
@@ -147,7 +147,7 @@ class MegatronFolder:
             raise ValueError(f"{path} is compressed ({info.transform_descriptors}), which is not supported")
         try:
             with open(path, "rb") as file:
-                # weights_only: a pickle could run code.
+                # A chunk is a file of torch.save inside the data file. weights_only: a pickle could run code.
                 return torch.load(cast(IO[bytes], _View(file, info.offset, info.length)), weights_only=True)
         except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise ValueError(f"{path} is damaged at byte {info.offset}: {error}") from error

@@ -69,7 +69,7 @@ class SafetensorsFile:
             header = json.loads(self._file.read(length))
             entries = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
             end = max((int(stop) for _, stop in entries), default=0)
-        except (ValueError, AttributeError, KeyError, TypeError) as error:
+        except (ValueError, AttributeError, KeyError, TypeError) as error:  # any JSON may stand there
             raise ValueError(f"{self.path} is not a safetensors file: its header is damaged ({error})") from error
         if 8 + length + end != size:
             raise ValueError(f"{self.path} is truncated: it has {size} bytes, its header describes {8 + length + end}")

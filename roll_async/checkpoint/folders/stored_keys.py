@@ -42,7 +42,7 @@ def key_to_write(match: Match, shape: ModelShape) -> StoredKey:
 
 def keys_to_read(match: Match, shape: ModelShape) -> list[StoredKey]:
     """Every form in which a checkpoint may hold the parameter, likeliest first."""
-    names = dict.fromkeys((match.te_name, match.name))
+    names = dict.fromkeys((match.te_name, match.name))  # one where both spellings agree
     return [_key(match, name, shape, stacked=stacked) for name in names for stacked in (True, False)]
 
 

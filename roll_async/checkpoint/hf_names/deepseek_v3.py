@@ -106,6 +106,7 @@ def _attention_fields(config: HfConfig) -> dict[str, object]:
 def _rotary_fields(config: HfConfig) -> dict[str, object]:
     rotary = Rotary.of(config)
     if rotary.kind == "default":
+        # Megatron's defaults for latent attention are those of a scaled model: yarn, factor 40.
         return {"rope_type": "rope", "rotary_base": rotary.base, "rotary_scaling_factor": 1.0, "mscale_all_dim": 0.0}
     given = rotary.parameters
     if rotary.kind != "yarn" or "attention_factor" in given or ("mscale" in given) != ("mscale_all_dim" in given):

@@ -90,6 +90,7 @@ class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN001
         out = grad.new_empty((grad.shape[0] // ctx.group.size(), *grad.shape[1:]))
+        # The queries of all ranks read this rank's keys and values: their gradients are summed.
         dist.reduce_scatter_tensor(out, grad.contiguous(), group=ctx.group)
         return out, None
 

@@ -123,6 +123,7 @@ class DeviceState:
             held[kind] = []
             for tensor in parts:
                 storage = tensor.untyped_storage()
+                # Not what is away (0 bytes), nor optimizer state that optimizer_cpu_offload keeps in host memory.
                 if storage.nbytes() and storage.device.type == self._device.type and storage.data_ptr() not in seen:
                     seen.add(storage.data_ptr())
                     held[kind].append(_Slot(storage=storage, num_bytes=storage.nbytes()))
