@@ -99,6 +99,7 @@ def _batch(inputs: AdvantageInputs) -> _Batch:
     else:
         scores = torch.where(rows, inputs.scores.detach().to(dtype), 0)
         last = mask & (mask.long().flip(-1).cumsum(-1).flip(-1) == 1)
+        # On the last valid token, so that returns to go carry it to every token before.
         rewards = torch.where(last, scores[:, None], 0)
     return _Batch(mask, rows, rewards, scores, group_statistics(scores, inputs.group_index, rows))
 
@@ -159,6 +160,7 @@ def rloo(inputs: AdvantageInputs) -> Result:
     """RLOO (arXiv 2402.14740): R minus the mean of the other members = n / (n - 1) (R - mean)."""
     batch = _batch(inputs)
     n = batch.groups.count
+    # A single member has nobody to compare with: its centred score is 0, whatever the factor.
     return _row_constant(_centred(batch) * n / (n - 1).clamp(min=1), batch)
 
 
@@ -175,6 +177,7 @@ def opo(inputs: AdvantageInputs) -> Result:
     """OPO (arXiv 2505.23585): the length-weighted mean of the group as baseline."""
     batch = _batch(inputs)
     lengths = batch.mask.sum(-1).to(batch.scores.dtype)
+    # Group ids grow over the run; scatter_add needs indices from 0.
     _, group = torch.unique(inputs.group_index, return_inverse=True)
     zeros = torch.zeros(int(group.max()) + 1 if group.numel() else 0, dtype=batch.scores.dtype, device=group.device)
     total = zeros.scatter_add(0, group, lengths)
@@ -225,6 +228,7 @@ def optimal_token_baseline(inputs: AdvantageInputs, options: OptimalTokenBaselin
     order, inverse = valid_positions_first(batch.mask)
     valid = batch.mask.gather(1, order)
     energy = 1 - 2 * torch.exp(clean(logprobs.detach(), batch.mask, dtype)) + clean(squares.detach(), batch.mask, dtype)
+    # A squared norm: at least (1 - pi)^2, but rounding can take it below 0.
     weight = torch.where(valid, torch.where(batch.mask, energy.clamp(min=0), 0).gather(1, order).cumsum(-1), 0)
     returns = _discounted(batch.rewards, batch.mask, 1.0)
     to_go = returns.gather(1, order)
@@ -233,14 +237,17 @@ def optimal_token_baseline(inputs: AdvantageInputs, options: OptimalTokenBaselin
     count, plain, total, weighted = (
         empty.index_add(0, group, x) for x in (valid.to(dtype), to_go, weight, weight * to_go)
     )
+    # No weight at all: every token so far was certain. Then the plain mean.
     baseline = torch.where(total > 0, weighted / torch.where(total > 0, total, 1), plain / count.clamp(min=1))[group]
     index = group[:, None].expand_as(to_go)
     lowest, highest = (
         (empty + sign * torch.inf).scatter_reduce(0, index, torch.where(valid, to_go, sign * torch.inf), reduce)[group]
         for sign, reduce in ((1, "amin"), (-1, "amax"))
     )
+    # Equal members, or one alone: exactly 0, without the rounding of the weighted mean.
     advantage = torch.where(lowest >= highest, 0, to_go - baseline)
     if options.zero_tail:
+        # Past the end of all others a token would be its own baseline. A group of one stays 0.
         advantage = torch.where((count[group] == 1) & (count[group, :1] > 1), to_go, advantage)
     return torch.where(batch.mask, advantage.gather(1, inverse), 0), returns
 
@@ -267,6 +274,7 @@ def grpo_passk(inputs: AdvantageInputs, options: GroupAdvantageOptions) -> Resul
             continue
         top = batch.scores[members].topk(2)
         lead = top.values[0] - top.values[1]
+        # A tie has no best member.
         if lead > 0:
             best = members[top.indices[0]]
             advantage[best] = lead / (batch.groups.std[best] + options.epsilon) if options.normalise_std else lead
@@ -278,6 +286,7 @@ def lite_ppo(inputs: AdvantageInputs, options: LitePpoAdvantageOptions) -> Resul
     """Lite PPO (arXiv 2508.08221): group mean, batch spread."""
     batch = _batch(inputs)
     whole = group_statistics(batch.scores, torch.zeros_like(inputs.group_index), batch.rows)
+    # The spread of equal values may be a rounding error instead of 0.
     usable = (whole.std > 0) & (whole.count >= 2) & ~whole.equal
     return _row_constant(torch.where(usable, _centred(batch) / (whole.std + options.epsilon), 0), batch)
 
@@ -286,6 +295,7 @@ def _discounted(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     """[B,T] G_t = r_t + gamma * G of the next valid token; masked gaps neither discount nor contribute."""
     order, inverse = valid_positions_first(mask)
     compact, returns = rewards.gather(1, order), torch.zeros_like(rewards)
+    # [B] of T = 0, too, where there is no column 0.
     running = torch.zeros_like(rewards[:, 0]) if rewards.shape[1] else rewards.sum(-1)
     for t in range(rewards.shape[1] - 1, -1, -1):
         running = compact[:, t] + gamma * running
@@ -305,6 +315,7 @@ def reinforce(inputs: AdvantageInputs, options: DiscountAdvantageOptions) -> Res
 def reinforce_plus_plus(inputs: AdvantageInputs, options: DiscountAdvantageOptions) -> Result:
     """REINFORCE++ (arXiv 2501.03262): returns whitened over the batch."""
     returns, _ = reinforce(inputs, gamma=options.gamma)
+    # Not inputs.mask, which may have padding rows.
     return whiten(values_BT=returns, mask_BT=_batch(inputs).mask), returns
 
 
@@ -334,6 +345,7 @@ def gae(inputs: AdvantageInputs, options: GaeAdvantageOptions) -> Result:
     values = clean(given.detach(), batch.mask, dtype).gather(1, order)
     rewards = batch.rewards.gather(1, order)
     advantages = torch.zeros_like(values)
+    # [B]; a sum, because column 0 is not there where T is 0.
     following_value, following = torch.zeros_like(values.sum(-1)), torch.zeros_like(values.sum(-1))
     valid = batch.mask.gather(1, order)
     for t in range(values.shape[1] - 1, -1, -1):
@@ -352,8 +364,10 @@ def agentic_reinforce(inputs: AdvantageInputs, options: DiscountAdvantageOptions
     batch = _batch(inputs)
     ids = segment_ids_from_mask(mask_BT=batch.mask) if inputs.segment_ids is None else inputs.segment_ids
     ids = dense_segments(segment_ids_BT=ids, mask_BT=batch.mask)
+    # Masked tokens are counted to turn 0, with a reward of 0.
     per_turn = torch.zeros_like(batch.rewards).scatter_add(1, ids, batch.rewards)
     running, returns = torch.zeros_like(batch.scores), torch.zeros_like(batch.rewards)
+    # Turns that a row does not have come after its last one, and hold 0.
     for k in range(per_turn.shape[1] - 1, -1, -1):
         running = per_turn[:, k] + options.gamma * running
         returns[:, k] = running
@@ -405,6 +419,7 @@ def gigpo(inputs: AdvantageInputs, options: GigpoAdvantageOptions) -> Result:
     for index in torch.unique(trajectory[batch.rows]):
         members = (batch.rows & (trajectory == index)).nonzero()[:, 0]
         lead = members[torch.argmin(step[members])]
+        # An episode counts once in its group, by its first step, however many steps it has.
         first[lead], first_of[members] = True, lead
 
     def relative(x: Tensor, stats: GroupStatistics) -> Tensor:
@@ -414,6 +429,7 @@ def gigpo(inputs: AdvantageInputs, options: GigpoAdvantageOptions) -> Result:
     # Token rewards hold one step's share; what the whole episode earned stands in `scores` alone.
     scores = torch.where(first, inputs.scores.detach().to(batch.scores.dtype), 0)
     episode = relative(scores, group_statistics(scores, inputs.group_index, first))[first_of]
+    # With the group: state numbers have a meaning inside a group only.
     _, anchor = torch.unique(torch.stack([inputs.group_index, state], -1), dim=0, return_inverse=True)
     steps = relative(returns, group_statistics(returns, anchor, batch.rows))
     combined = torch.where(batch.rows, options.episode_reward_weight * episode + options.step_reward_weight * steps, 0)

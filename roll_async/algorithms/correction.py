@@ -19,6 +19,7 @@ from roll_async.algorithms.policy_losses import clamp_log_ratio, segment_sums
 from roll_async.config.options.correction_options import CorrectionOptions, RejectionRule, carries_behaviour_policy
 from roll_async.config.options.policy_loss_options import POLICY_LOSS_OPTIONS, PolicyLossOptions
 
+# Of 0 to 7 versions, and one for all above.
 _NUM_LAG_BUCKETS = 9
 
 
@@ -56,6 +57,7 @@ def correct(
         inside = inside & (ratio <= options.band_high)
     passing = mask_BT
     for rule in options.rejections:
+        # Over all tokens: what the band masks still counts in the statistic of its row.
         passing = passing & _passes(rule, d, mask_BT)
     keep = inside & passing
     if options.weight_level == "none":
@@ -69,7 +71,7 @@ def correct(
             mask_BT & (ratio < options.weight_lower) if options.weight_lower is not None else torch.zeros_like(mask_BT)
         )
         bounded = ratio
-        if options.weight_lower is not None or options.weight_upper is not None:
+        if options.weight_lower is not None or options.weight_upper is not None:  # clamp refuses no bound at all
             bounded = ratio.clamp(options.weight_lower, options.weight_upper)
         weights = torch.where(keep, bounded, 0)
     weights = _normalised(weights, keep, options.normalise)
@@ -97,6 +99,7 @@ def _passes(rule: RejectionRule, d: Tensor, mask: Tensor) -> Tensor:
     match rule.statistic:
         case "k1":
             value = d
+            # The rule bounds rho, and this statistic is log rho.
             low, high = (None if b is None else math.log(b) for b in (low, high))
         case "k2":
             value = d * d / 2
@@ -112,6 +115,7 @@ def _passes(rule: RejectionRule, d: Tensor, mask: Tensor) -> Tensor:
     if high is not None:
         passes = passes & (value <= high)
     if rule.aggregation == "sequence_max":
+        # One token outside rejects its row; a masked one cannot.
         passes = (passes | ~mask).all(-1, keepdim=True)
     return passes.expand_as(d)
 
@@ -132,6 +136,7 @@ def _normalised(weights: Tensor, keep: Tensor, mode: str) -> Tensor:
 def _sums(
     d: Tensor, mask: Tensor, keep: Tensor, weights: Tensor, flags: Mapping[str, Tensor], lag: Tensor | None
 ) -> dict[str, Tensor]:
+    # Sums, not means: those of micro-batches are added before `correction_metrics` divides.
     rho = torch.where(mask, torch.exp(d), 0)
     rows = mask.any(-1)
     row_sum = torch.where(mask, d, 0).sum(-1)
@@ -172,8 +177,10 @@ def correction_metrics(*, sums: Mapping[str, Tensor | float]) -> dict[str, float
         "num_tokens": tokens,
         "kl": per(-s["log_rho"], tokens),
         "k3": per(s["k3"], tokens),
+        # The chi-square divergence is E[rho^2] - 1, with the expectation over what the engine sampled.
         "chi2_token": per(s["rho_squared"], tokens) - (1 if tokens else 0),
         "chi2_sequence": per(s["sequence_rho_squared"], rows) - (1 if rows else 0),
+        # Effective sample size as a share of the tokens: (sum w)^2 / (n sum w^2).
         "ess": per(s["weight"] ** 2, tokens * s["weight_squared"]),
         "rho_mean": per(s["rho"], tokens),
         "rho_max": s["rho_max"] if tokens else 0.0,
@@ -206,6 +213,7 @@ def interpolate_proximal(
     check_mask(mask_BT)
     dtype = working_dtype(logprobs_BT, behaviour_logprobs_BT)
     lag = torch.where(mask_BT, version_lag_BT, 0)
+    # A tensor on the meta device has no values to look at.
     if not lag.is_meta and bool((lag < 0).any()):
         raise ValueError("version_lag_BT holds a negative lag at a valid token: a token cannot come from the future")
     alpha = torch.where(lag > 0, 1 / lag.clamp(min=1).to(dtype), 0)
@@ -220,6 +228,7 @@ def check_no_double_correction(*, loss_name: str, ratio_base: str, weight_level:
     """Raise ValueError when the loss already carries the behaviour policy and the correction would weight it again."""
     if loss_name not in POLICY_LOSS_OPTIONS:
         raise ValueError(f"loss_name {loss_name!r} is not one of {' | '.join(POLICY_LOSS_OPTIONS)}")
+    # The constructors raise ValueError for an unknown name.
     CorrectionOptions(weight_level=weight_level)  # type: ignore[arg-type]
     PolicyLossOptions(ratio_base=ratio_base)  # type: ignore[arg-type]
     if weight_level != "none" and carries_behaviour_policy(loss_name, ratio_base):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+# Its square, and the sum of many of them, is below float64's largest, 1.8e308.
 _LARGEST = 1e150
 
 
@@ -12,8 +13,10 @@ def population_variance(values: Sequence[float]) -> float:
     """mean((x - mean)^2) in float64; NaN when a value is not finite (a scorer outage is not a wrong answer), or so
     large that its square is not.
     """
+    # The comparison is False for NaN, too.
     if not values or not all(abs(v) < _LARGEST for v in values):
         return math.nan
+    # fsum is exact up to one rounding: the order of the samples does not change the verdict.
     mean = math.fsum(values) / len(values)
     return math.fsum((v - mean) ** 2 for v in values) / len(values)
 

@@ -63,6 +63,7 @@ class _FullKl(torch.autograd.Function):
         scale = torch.where(mask, grad_BT, 0) / ctx.temperature
         for part in token_chunks(mask.shape, ctx.chunk_tokens):
             log_p, log_ratio = _log_ratio(logits[part], ref[part], mask[part], ctx.temperature, out.dtype)
+            # d KL / d z_v = p_v (log p_v - log q_v - KL).
             log_ratio.sub_(out[part].unsqueeze(-1)).mul_(scale[part].unsqueeze(-1))
             grad[part] = log_p.exp_().mul_(log_ratio)
         return grad, None, None, None, None
@@ -74,7 +75,8 @@ def _log_ratio(
     """Fresh (log p, log p - log q) of one chunk; where masked both are those of equal logits, so the second is 0."""
     log_p, log_q = scaled_chunk(logits, mask, temperature, dtype), scaled_chunk(ref, mask, temperature, dtype)
     for z in (log_p, log_q):
-        z.sub_(torch.logsumexp(z, -1, keepdim=True))
+        z.sub_(torch.logsumexp(z, -1, keepdim=True))  # in place, which log_softmax is not
+    # Into the memory of log_q: a third chunk less.
     return log_p, torch.sub(log_p, log_q, out=log_q)
 
 

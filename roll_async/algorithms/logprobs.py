@@ -40,6 +40,7 @@ def scaled_chunk(logits: Tensor, mask: Tensor | None, temperature: float, dtype:
     """[b,t,V] a fresh copy of logits / temperature in `dtype`, 0 where masked."""
     z = logits.to(dtype, copy=True)
     if mask is not None:
+        # What stands there may be NaN, and NaN times a zero gradient is NaN.
         z.masked_fill_(~mask.unsqueeze(-1), 0)
     return z.div_(temperature) if temperature != 1 else z
 
@@ -78,6 +79,7 @@ def drop_truncated(z: Tensor, tokens: Tensor, *, top_k: int, top_p: float) -> No
             cut |= (z == least) & over[..., -1:]  # ties of the last one are cut, too
             cut.scatter_(-1, order, over)
     elif top_p < 1:
+        # Stable: the backward pass sorts again, and must cut the same of equal tokens.
         ordered, order = torch.softmax(z, -1).sort(dim=-1, descending=True, stable=True)
         cut.scatter_(-1, order, _over(ordered, top_p))
     z.masked_fill_(cut.scatter_(-1, tokens, False), -torch.inf)
@@ -85,6 +87,7 @@ def drop_truncated(z: Tensor, tokens: Tensor, *, top_k: int, top_p: float) -> No
 
 def _over(ordered: Tensor, top_p: float) -> Tensor:
     """bool like `ordered` probabilities, highest first: whether those before have a mass of top_p."""
+    # The mass before a token, so that the one that reaches top_p stays.
     before = ordered.cumsum(-1).sub_(ordered)
     return before >= top_p
 
@@ -111,13 +114,16 @@ class _TokenLogprobs(torch.autograd.Function):
             index = tokens[part].unsqueeze(-1)
             log_p = torch.log_softmax(z, -1)
             own = log_p.gather(-1, index)
+            # z - log p of any token is log Z: no further pass over the vocabulary.
             logprobs[part], log_z[part] = own.squeeze(-1), (z.gather(-1, index) - own).squeeze(-1)
+            # Before truncation: the entropy is that of the full softmax.
             if sampling.with_entropy:
                 entropy[part] = -log_p.exp().mul_(log_p).sum(-1)
             if sampling.truncated:
                 drop_truncated(log_p, index, top_k=sampling.top_k, top_p=sampling.top_p)
                 log_kept[part] = torch.logsumexp(log_p, -1)
             if sampling.with_squares:
+                # In place: log_p is not read again.
                 squares[part] = torch.exp(torch.logsumexp(log_p.mul_(2), -1) - 2 * log_kept[part])
             del z, log_p  # before the next chunk is made
         logprobs -= log_kept
@@ -137,12 +143,14 @@ class _TokenLogprobs(torch.autograd.Function):
         sampling: Sampling = ctx.sampling
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(log_z)
+        # The chunks cover the grid, so every element is written below.
         grad = torch.empty_like(logits)
         as_is = sampling.reads_as_is(logits, log_z.dtype)
         for part in token_chunks(tokens.shape, sampling.chunk_tokens):
             kept = None if mask is None else mask[part]
             out, norm, index = grad[part], log_z[part].unsqueeze(-1), tokens[part].unsqueeze(-1)
             if as_is:
+                # In the gradient's own memory: no chunk besides it.
                 z = torch.sub(logits[part], norm, out=out)
             else:
                 z = scaled_chunk(logits[part], kept, sampling.temperature, log_z.dtype).sub_(norm)
@@ -154,6 +162,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 drop_truncated(z, index, top_k=sampling.top_k, top_p=sampling.top_p)
                 z.sub_(log_kept[part].unsqueeze(-1))
             gain = _gain(grad_logprobs[part], kept, sampling.temperature)
+            # d log p(token) / d z = 1[token] - p.
             z.exp_().mul_(-gain).scatter_add_(-1, index, gain)
             if slope is not None:
                 z.add_(slope)
@@ -190,6 +199,7 @@ def token_logprobs(
         raise ValueError(f"chunk_tokens {chunk_tokens} must be >= 1")
     if mask_BT is not None:
         check_mask(mask_BT)
+    # gather reads an index where masked, too: it must be one of the vocabulary.
     tokens = tokens_BT if mask_BT is None else torch.where(mask_BT, tokens_BT, 0)
     sampling = Sampling(temperature, top_k, top_p, chunk_tokens, with_entropy, with_squares)
     logprobs, entropy, squares = _TokenLogprobs.apply(logits_BTV, tokens, mask_BT, sampling)

@@ -50,7 +50,7 @@ def dense_segments(*, segment_ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
 
     Any numbering becomes an index below T: per-segment sums are a scatter of fixed size, no largest id is read.
     """
-    unused = torch.iinfo(torch.int64).max
+    unused = torch.iinfo(torch.int64).max  # sorts behind every id
     ordered, order = torch.where(mask_BT, segment_ids_BT.long(), unused).sort(dim=-1, stable=True)
     rank = torch.nn.functional.pad(ordered[:, 1:] != ordered[:, :-1], (1, 0)).long().cumsum(-1)
     return torch.where(mask_BT, torch.zeros_like(rank).scatter(1, order, rank), 0)

@@ -102,6 +102,7 @@ def policy_loss(
     over the tokens of the part their keys begin with.
     """
     f, masks = fields, part_masks(fields, mask)
+    # From here `mask` is that of the policy part alone.
     supervised, mask = masks["cross_entropy"], masks["policy"]
     proximal, weights, corrected = f.get("proximal_logprobs"), f.get("correction_weights"), {}
     if proximal is None:
@@ -150,6 +151,7 @@ def policy_loss(
             estimator=settings.kl_estimator,
         )
         loss = loss + settings.kl_coef * total("reference_kl", kl)
+        # The first part of a key names the counts that its sum is divided by (`reduce_metrics`).
         own = "reference_kl/loss" if "reference_kl_mask" in f else "policy/reference_kl"
         metrics[own] = kl.detach().sum()
     if current.entropy is not None:
@@ -177,5 +179,6 @@ def step_metrics(parts: Sequence[Mapping[str, Tensor]], counts: Mapping[str, Den
     """
     own = [{key: x for key, x in part.items() if not key.startswith("correction/")} for part in parts]
     published = reduce_metrics(parts=own, denominators=counts["policy"], others=counts)
+    # Apart: `correction_metrics` divides these sums by one another, not by the tokens of the loss.
     sums = merge_metrics([{key: x for key, x in part.items() if key.startswith("correction/")} for part in parts])
     return published | correction_metrics(sums=sums) if sums else published

@@ -25,6 +25,7 @@ def unusable_code(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str]]:
             attempts[key](algorithm)
         except Exception as error:  # a user's function may raise anything
             section, separator, text = str(error).partition(": ")
+            # The checks of this project begin their message with the key at fault; a user's error does not.
             if isinstance(error, ValueError) and separator and section.startswith("algorithm."):
                 yield section, text
             else:

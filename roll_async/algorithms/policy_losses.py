@@ -132,6 +132,7 @@ def _ratio(terms: _Terms, level: str, segment_ids: Tensor | None) -> Tensor:
         if level == "sequence":
             row_sum = row_sum / terms.mask.sum(-1, keepdim=True).clamp(min=1).to(fixed.dtype)
         centre = row_sum.expand_as(fixed)
+    # 0 in value: only its gradient, that of the token's own log-prob, counts.
     own_slope = terms.logprobs - terms.logprobs.detach()
     return torch.where(terms.mask, torch.exp(clamp_log_ratio(centre + own_slope)), 1.0)
 
@@ -139,11 +140,12 @@ def _ratio(terms: _Terms, level: str, segment_ids: Tensor | None) -> Tensor:
 def _finish(loss: Tensor, terms: _Terms, ratio: Tensor, extra: Metrics) -> tuple[Tensor, Metrics]:
     """Masked loss and the metrics every loss reports; sums over valid tokens, extremes by key."""
     mask, delta, ratio = terms.mask, terms.delta.detach(), ratio.detach()
+    # `delta` is 0 where masked: `_terms` has cleaned both sides.
     limited = clamp_log_ratio(delta)
     metrics = {
         "policy/ratio": torch.where(mask, ratio, 0).sum(),
         "policy/ratio_max": torch.where(mask, ratio, -torch.inf).amax()
-        if mask.numel()
+        if mask.numel()  # amax and amin refuse a tensor without elements
         else ratio.new_tensor(-torch.inf),
         "policy/ratio_min": torch.where(mask, ratio, torch.inf).amin() if mask.numel() else ratio.new_tensor(torch.inf),
         "policy/kl_k1": -delta.sum(),
@@ -169,7 +171,9 @@ def _dual_clipped(terms: _Terms, ratio: Tensor, options: PpoOptions | DecoupledP
     loss, metrics = _clipped(terms, ratio, options.clip_low, options.clip_high)
     a, bound = terms.advantages, options.dual_clip
     if bound is None:
+        # The same metrics with and without the option.
         return loss, {**metrics, "policy/dual_clip": torch.zeros_like(a)}
+    # For A < 0 the surrogate keeps r A, which grows with r without bound; this caps it.
     loss = torch.where(a < 0, torch.minimum(loss, -bound * a), loss)
     return loss, {**metrics, "policy/dual_clip": (a < 0) & (ratio > bound)}
 
@@ -221,6 +225,7 @@ def cispo(inputs: PolicyLossInputs, *, options: CispoOptions) -> tuple[Tensor, M
     """REINFORCE with a clipped importance weight; every token keeps a gradient unless the unified mask takes it out."""
     terms = _terms(inputs, options.ratio_base)
     ratio = _ratio(terms, options.ratio_level, inputs.segment_ids).detach()
+    # A ratio is never negative: an epsilon_low of 1 or more sets no lower bound.
     low, high = max(0.0, 1 - options.cispo_epsilon_low), 1 + options.cispo_epsilon_high
     a = terms.advantages
     loss = -ratio.clamp(low, high) * a * terms.logprobs
@@ -279,6 +284,7 @@ def sapo(inputs: PolicyLossInputs, *, options: SapoOptions) -> tuple[Tensor, Met
     ratio = _ratio(terms, "token", None)
     positive = torch.full_like(ratio, options.tau_positive)
     tau = torch.where(terms.advantages > 0, positive, torch.full_like(ratio, options.tau_negative))
+    # 4 / tau: at r = 1 the gate has slope 1, that of the plain surrogate, for every tau.
     return _finish(-terms.advantages * (4 / tau) * torch.sigmoid(tau * (ratio - 1)), terms, ratio, {})
 
 
@@ -311,6 +317,7 @@ def m2po(inputs: PolicyLossInputs, *, options: M2poOptions) -> tuple[Tensor, Met
 def _probabilities(terms: _Terms) -> tuple[Tensor, Tensor]:
     """[B,T] (probability of the token now, probability under the base), constants."""
     now = terms.logprobs.detach()
+    # Rounding can lift a log-prob above 0, and 1 - p must not be negative.
     return torch.exp(now.clamp(max=0)), torch.exp((now - terms.delta.detach()).clamp(max=0))
 
 
@@ -376,6 +383,7 @@ def vespo(inputs: PolicyLossInputs, *, options: VespoOptions) -> tuple[Tensor, M
     positive = terms.advantages >= 0
     k = torch.where(positive, options.k_positive, options.k_negative).to(ratio.dtype)
     decay = torch.where(positive, options.lambda_positive, options.lambda_negative).to(ratio.dtype)
+    # `_ratio` clamps: the ratio is at least exp(-20), so its logarithm is finite.
     weight = torch.exp(k * torch.log(ratio) + decay * (1 - ratio))
     return _finish(-weight * terms.advantages * terms.logprobs, terms, ratio, {"policy/vespo_weight": weight})
 

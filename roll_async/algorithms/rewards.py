@@ -29,6 +29,7 @@ class RunningMoments:
 
     def merged(self, *, scores_B: Tensor, row_mask_B: Tensor | None = None) -> RunningMoments:
         """These moments and the scores of the counted rows."""
+        # float64: these moments are pooled over a whole run.
         scores = scores_B.double() if row_mask_B is None else scores_B.double()[row_mask_B]
         added = scores.numel()
         if not added:
@@ -66,6 +67,7 @@ def group_statistics(values_B: Tensor, group_index_B: Tensor, counted_B: Tensor)
     x = torch.where(counted_B, values_B, 0)
     count = zeros.scatter_add(0, group, counted_B.to(values_B.dtype))
     mean = zeros.scatter_add(0, group, x) / count.clamp(min=1)
+    # Two passes: the mean square minus the squared mean would cancel where the spread is small.
     centred = torch.where(counted_B, values_B - mean[group], 0)
     std = torch.sqrt(zeros.scatter_add(0, group, centred * centred) / (count - 1).clamp(min=1))
     highest = torch.full_like(zeros, -torch.inf).scatter_reduce(
@@ -74,6 +76,7 @@ def group_statistics(values_B: Tensor, group_index_B: Tensor, counted_B: Tensor)
     lowest = torch.full_like(zeros, torch.inf).scatter_reduce(
         0, group, torch.where(counted_B, values_B, torch.inf), "amin"
     )
+    # <=: without a counted row it is -inf <= inf.
     return GroupStatistics(count=count[group], mean=mean[group], std=std[group], equal=(highest <= lowest)[group])
 
 
@@ -118,6 +121,7 @@ def normalise_rewards(
             result = result / (running.std + epsilon)
     elif std != "none":
         stats = group_statistics(x, group_index_B if std == "group" else one_group, counted)
+        # The spread of equal values may be a rounding error instead of 0.
         usable = (stats.count >= 2) & (stats.std > 0) & ~stats.equal
         result = torch.where(usable, result / (stats.std + epsilon), result)
     return torch.where(counted, result, 0)

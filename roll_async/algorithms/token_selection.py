@@ -27,6 +27,7 @@ def _budget(cov_ratio: float, mask: Tensor) -> int:
 
 def _pick(scores: Tensor, candidates: Tensor, count: int) -> Tensor:
     """The `count` candidates of smallest score; ties go to the lower row-major position."""
+    # All others sort behind every candidate.
     keyed = torch.where(candidates, scores, torch.inf).flatten()
     chosen = torch.argsort(keyed, stable=True)[: min(count, int(candidates.sum()))]
     picked = torch.zeros_like(keyed, dtype=torch.bool)
@@ -72,9 +73,11 @@ def select_m2po(*, logprobs_BT: Tensor, base_logprobs_BT: Tensor, mask_BT: Tenso
     count = int(mask_BT.sum())
     squared = torch.where(mask_BT, delta * delta, torch.inf).flatten()
     order = torch.argsort(squared, stable=True)[:count]
+    # float64: a running sum over all tokens of a batch.
     running = squared[order].double().cumsum(0) / torch.arange(1, count + 1, device=squared.device)
     within = (running <= options.m2_threshold).nonzero()
     keep = torch.zeros_like(squared, dtype=torch.bool)
     if len(within):
+        # The mean of ascending numbers ascends, so the last one within the bound ends the prefix.
         keep[order[: int(within[-1]) + 1]] = True
     return keep.view_as(mask_BT)

@@ -40,6 +40,7 @@ def compare(megatron: Path, hf: Path, config: Path, options: ConversionOptions, 
         for name, tensor in one.tensors():
             source, target = (other.tensor(name), tensor) if source_is_hf else (tensor, other.tensor(name))
             source = source if adapter is None else adapter.merge(name, source)
+            # The conversion may have been asked for another dtype.
             yield name, source.to(target.dtype), target
 
     return _compared(pairs(), merged_adapters=one.has_adapters)

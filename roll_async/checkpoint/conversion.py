@@ -88,6 +88,7 @@ class _Model:
         its value head; biases are in every layer or in none.
         """
         for match in self.family.parameters(self.shape):
+            # The output layer and the value head have the same name in Megatron.
             if match.name != VALUE_HEAD.name:
                 if match.row.is_needed(self.fields):
                     yield match
@@ -124,6 +125,7 @@ class MegatronAsHf:
             for suffix in (_UP, _DOWN)
             if key.endswith(suffix)
         }
+        # An adapter beside a weight that this model lacks would be left out without a word.
         unknown = sorted((keys - weights) | (beside - weights))
         if unknown:
             raise ValueError(f"{folder}: {unknown[0]} has no Hugging Face name ({len(unknown)} such tensors)")
@@ -146,6 +148,7 @@ class MegatronAsHf:
         return bool(self._adapters)
 
     def _fits(self, stored: StoredKey, keys: set[str]) -> bool:
+        # The key alone would also fit a model of another number of layers or experts.
         return stored.key in keys and self._source.shape(stored.key)[: len(stored.index)] == stored.stack
 
     def specs(self, dtype: torch.dtype | None) -> list[TensorSpec]:
@@ -236,11 +239,13 @@ def hf_to_megatron(source: Path, target: Path, options: ConversionOptions) -> li
         return to_megatron(match.row, parts, model.heads).to(piece.dtype)
 
     with _complete(target, total, options.check) as (temporary, on_file):
+        # A norm that is fused into a linear layer is named with it: both ask for the state of one module.
         names = list(dict.fromkeys(objects))
         write_megatron_folder(
             temporary, pieces, load, empty_objects=names, file_bytes=options.file_bytes, on_file=on_file
         )
         if adapter is not None:
+            # Before the folder gets its name: an error leaves nothing of it.
             adapter.check_all_used()
         (temporary / HF_FILES).mkdir()
         copy_side_files(source, temporary / HF_FILES, dtype=options.dtype)
@@ -305,6 +310,7 @@ def _spec(name: str, folder: HfFolder, model: _Model) -> TensorSpec:
     spec = folder.spec(name)
     hidden = model.config.integer("hidden_size")
     wanted: tuple[int, ...] | None = None
+    # Names whose shape is the same in every family; others are compared with their neighbours.
     if name in ("model.embed_tokens.weight", "lm_head.weight"):
         wanted = (model.config.integer("vocab_size"), hidden)
     elif name.endswith(("input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight")):
@@ -327,6 +333,7 @@ def _piece(match: Match, folder: HfFolder, model: _Model, dtype: torch.dtype | N
         key=stored.key,
         index=stored.index,
         stack=stored.stack,
+        # A fused Megatron tensor has the rows of all of its HF tensors.
         shape=(sum(spec.shape[0] for spec in specs), *specs[0].shape[1:]),
         dtype=own if dtype is None or match.row.float32 else dtype,
     )
@@ -373,10 +380,12 @@ def _complete(
             syncing = []
             yield temporary, lambda path: syncing.append(disk.submit(sync, path))
             for done in syncing:
+                # Raises what the sync has raised.
                 done.result()
         sync_tree(temporary)
         check(temporary)
         temporary.rename(target)
         sync(target.parent)
     finally:
+        # After the rename there is nothing of this name.
         shutil.rmtree(temporary, ignore_errors=True)

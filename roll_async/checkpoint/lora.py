@@ -35,15 +35,19 @@ def merged(weight: Tensor, delta: Tensor, name: str, places: Tensor | None = Non
     # bfloat16 is the upper half of a float32: noise in the lower half carries over with the right probability.
     if places is None:
         places = torch.arange(exact.numel(), dtype=torch.int32, device=exact.device).view(exact.shape)
+    # crc32, because Python's hash of a string differs from process to process.
     noise = _noise(places, zlib.crc32(name.encode()))
+    # Bits are sign and magnitude: noise moves away from 0, for either sign.
     bits = noise.add_(exact.contiguous().view(torch.int32)).bitwise_and_(~_LOW_BITS)
     return bits.view(torch.float32).to(torch.bfloat16)
 
 
 def _noise(places: Tensor, seed: int) -> Tensor:
     """int32 like `places`, uniform in [0, 65536): the finaliser of MurmurHash3; products wrap around."""
+    # 2^32 over the golden ratio (Knuth's multiplicative hash), for neighbours far apart.
     mixed = places.mul(_signed(0x9E3779B1)).add_(_signed(seed))
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        # A shift of int32 keeps the sign: the mask makes it one of unsigned bits.
         mixed.bitwise_xor_((mixed >> shift).bitwise_and_((1 << (32 - shift)) - 1)).mul_(_signed(factor))
     return (mixed >> 16).bitwise_and_(_LOW_BITS)
 
@@ -62,6 +66,7 @@ def write_adapter(folder: Path, halves: Mapping[str, Tensor], *, alpha: float, b
     with SafetensorsWriter(folder / _WEIGHTS, specs) as writer:
         for spec, tensor in zip(specs, halves.values(), strict=True):
             writer.add(spec.name, tensor.contiguous())
+    # One rank for all: adapter_config.json has one r.
     (rank,) = {len(x) for name, x in halves.items() if name.endswith(adapter_half("", ADAPTER_HALVES[0]))}
     config = {
         "peft_type": "LORA",
@@ -70,6 +75,7 @@ def write_adapter(folder: Path, halves: Mapping[str, Tensor], *, alpha: float, b
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": 0.0,
+        # LAYER in LAYER.lora_A.weight.
         "target_modules": sorted({name.split(".")[-3] for name in halves}),
         "bias": "none",
         "fan_in_fan_out": False,
@@ -119,6 +125,7 @@ class LoraAdapter:
         a, b = self._file.tensor(down).float(), self._file.tensor(up).float()
         if (b.shape[0], a.shape[1]) != tuple(weight.shape):
             raise ValueError(f"{self.path / _WEIGHTS}: {down} and lora_B do not fit {name} {tuple(weight.shape)}")
+        # The rank is that of the half itself, so PEFT's rank_pattern need not be read.
         return torch.addmm(weight.float(), b, a, alpha=self._scale(module, rank=a.shape[0])).to(weight.dtype)
 
     def half(self, name: str) -> Tensor:
@@ -137,6 +144,7 @@ class LoraAdapter:
         """alpha / rank, or alpha / sqrt(rank) for rank-stabilised adapters."""
         alpha = self._config.number("lora_alpha")
         for pattern, value in self._config.section("alpha_pattern").values.items():
+            # As PEFT matches the keys of alpha_pattern.
             if re.match(rf"(.*\.)?{pattern}$", module):
                 assert isinstance(value, int | float)
                 alpha = float(value)

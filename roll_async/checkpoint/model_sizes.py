@@ -63,7 +63,7 @@ def embedding_rows(folder: Path, vocab_size: int) -> int:
     with open(single, "rb") as file:
         prefix = file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        if not 2 <= length <= single.stat().st_size - 8:
+        if not 2 <= length <= single.stat().st_size - 8:  # {} is the shortest header
             return vocab_size  # not a safetensors file: who loads it says so
         header = json.loads(file.read(length))
     return int(header[name]["shape"][0]) if name in header else vocab_size
@@ -82,9 +82,11 @@ def _token_ids(folder: Path) -> Iterator[int]:
 
     fast = read("tokenizer.json")
     vocabulary = (fast.get("model") or {}).get("vocab") or read("vocab.json")
+    # Unigram models have a list of pieces: the id is the place in it.
     yield from vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
     yield from (token["id"] for token in fast.get("added_tokens") or ())
     yield from read("added_tokens.json").values()
+    # Its keys are ids, as JSON's keys are: strings.
     yield from map(int, read("tokenizer_config.json").get("added_tokens_decoder") or ())
     if (folder / "vocab.txt").is_file():
         with open(folder / "vocab.txt", encoding="utf-8") as file:

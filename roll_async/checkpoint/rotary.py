@@ -35,7 +35,7 @@ class Rotary:
         family's share of the head that is rotated. Raises ValueError for a kind that is not supported.
         """
         nested = config.section("rope_parameters", "rope_scaling")
-        kind = nested.values.get("rope_type") or nested.values.get("type") or "default"
+        kind = nested.values.get("rope_type") or nested.values.get("type") or "default"  # `type` is the older name
         if kind not in KINDS:
             raise ValueError(f"{nested.source}: rope_type {kind!r} is not supported; supported: {', '.join(KINDS)}")
         return cls(
@@ -65,6 +65,7 @@ class Rotary:
         fast = self.parameters.number("beta_fast", default=32.0)
         slow = self.parameters.number("beta_slow", default=1.0)
         first, last = (
+            # The dimension that turns so many times over the original context.
             dimensions * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(self.base))
             for turns in (fast, slow)
         )
@@ -80,6 +81,7 @@ class Rotary:
         if given is not None:
             return self.parameters.number("attention_factor")
         scale, all_dimensions = (self.parameters.values.get(key) for key in ("mscale", "mscale_all_dim"))
+        # As in transformers: 0 counts as absent.
         if scale and all_dimensions:
             upper, lower = self.parameters.number("mscale"), self.parameters.number("mscale_all_dim")
             return yarn_scale(factor, upper) / yarn_scale(factor, lower)
@@ -107,6 +109,7 @@ def _yarn(plain: Tensor, *, factor: float, first: float, last: float) -> Tensor:
     import torch
 
     if first == last:
+        # As transformers does: no division by 0.
         last += 0.001
     ramp = ((torch.arange(len(plain), dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
     return plain / factor * ramp + plain * (1 - ramp)

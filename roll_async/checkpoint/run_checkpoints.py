@@ -57,6 +57,7 @@ class RunCheckpoints:
         if self.run_id is not None:
             write_manifest(staging, {}, {"step": step, "run_id": self.run_id, "roles": list(roles)})
         sync_tree(staging)
+        # Before the rename: what was just written is then the newest of its run, which pruning never takes.
         self.set_aside([*([step] if final.exists() else []), *left_behind(self.saved(), self.run_id, step)])
         os.rename(staging, final)
         sync(self.folder)
@@ -68,6 +69,7 @@ class RunCheckpoints:
     def saved(self) -> list[Saved]:
         """Every complete checkpoint in the folder, of whatever run."""
         found = (
+            # fullmatch: step_N.tmp is not complete.
             [m for path in self.folder.iterdir() if (m := _NAME.fullmatch(path.name))] if self.folder.is_dir() else []
         )
         return [Saved(step=int(m[1]), run_id=run_of(self.folder / m[0])) for m in found]

@@ -39,6 +39,7 @@ def to_megatron(row: ParameterRow, tensors: Sequence[Tensor], heads: HeadLayout)
     """One full (not sharded) Megatron tensor from its HF tensors."""
     if row.transform is Transform.QKV:
         groups, tail = heads.num_groups, tensors[0].shape[1:]
+        # [groups, rows of one group, ...]: the three lie side by side within each group.
         return torch.cat([t.reshape(groups, -1, *tail) for t in tensors], 1).reshape(-1, *tail)
     if row.transform is Transform.GATE_UP and len(tensors) == 2:
         return torch.cat(list(tensors))

@@ -32,8 +32,10 @@ def collate(
     lengths = prompt_lengths + torch.tensor([len(s.response_token_ids) for s in rows])
     # All rows' values one after another, each put into its cells at once: a step has thousands of rows.
     position = torch.arange(int(lengths.max()))
+    # [B,T]; its row-major order is that of the joined values, so a boolean index puts each in its place.
     filled = position < lengths[:, None]
     responded = filled & (position >= prompt_lengths[:, None])
+    # [response tokens of all rows], False for tokens of tools and worlds.
     sampled = _joined(bytearray(), [s.loss_mask for s in rows], torch.uint8).bool()
     tokens = torch.zeros(filled.shape, dtype=torch.int64)
     ids = [part for s in rows for part in (s.prompt_token_ids, s.response_token_ids)]
@@ -42,6 +44,7 @@ def collate(
     mask[responded] = sampled
     logprobs = torch.zeros(filled.shape, dtype=torch.float32)
     logprobs[mask] = _joined(array("f"), [s.behaviour_logprobs for s in rows], torch.float32)[sampled]
+    # -1, because 0 is a version: the initial model.
     versions = torch.full(filled.shape, -1, dtype=torch.int64)
     versions[mask] = _expand_runs([run for s in rows for run in s.version_runs])[sampled]
     trajectory = _trajectories(groups)
@@ -92,6 +95,7 @@ def _trajectories(groups: Sequence[Group]) -> Tensor:
     found = []
     for place, group in enumerate(groups):
         for row, sample in enumerate(group.samples):
+            # A row that names no trajectory is one; its number (int) never meets a name (str) of its group.
             found.append(numbers.setdefault((place, sample.trajectory or row), len(numbers)))
     return torch.tensor(found)
 
@@ -127,7 +131,9 @@ def _turns(samples: Sequence[Sample], trajectory: Tensor, mask: Tensor) -> tuple
 def _joined(whole: bytearray | array, parts: Iterable[bytes | array], dtype: torch.dtype) -> Tensor:
     """[values of all parts] in `whole`, which is given empty and is the tensor's memory."""
     for part in parts:
+        # array.extend refuses another typecode, so the caller's empty one has that of the field in `Sample`.
         whole.extend(part)
+    # torch.frombuffer refuses an empty buffer.
     return torch.frombuffer(whole, dtype=dtype) if whole else torch.zeros(0, dtype=dtype)
 
 
@@ -152,8 +158,9 @@ def _experts(records: Sequence[ExpertRecord | None]) -> ExpertRows | None:
     parts = [
         torch.frombuffer(record.ids, dtype=torch.uint8 if typecode == "B" else torch.int16)
         for record in found
-        if record.num_positions
+        if record.num_positions  # frombuffer refuses an empty one
     ]
+    # The dtype stays the record's: int64 would take four to eight times the memory.
     ids = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.uint8)
     return ExpertRows(
         ids=ids.view(-1, layers, top_k),

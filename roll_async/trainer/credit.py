@@ -42,10 +42,12 @@ class TrajectoryLayout:
         number, then by where they are.
         """
         source = (unit_BT >= 0).flatten().nonzero().flatten()
+        # Least significant key first: the second sort is stable, so it keeps this order within a unit.
         source = source[torch.argsort(order_BT.flatten()[source], stable=True)]
         source = source[torch.argsort(unit_BT.flatten()[source], stable=True)]
         units = unit_BT.flatten()[source]
         counts = torch.bincount(units, minlength=num_units)
+        # cumsum - counts is where the tokens of each unit begin.
         place = torch.arange(len(units)) - (counts.cumsum(0) - counts)[units]
         width = max(1, int(counts.max())) if len(counts) else 1
         mask = torch.arange(width)[None] < counts[:, None]
@@ -67,6 +69,7 @@ class TrajectoryLayout:
 def first_rows(batch: TrainBatch) -> Tensor:
     """[R] the first row of each trajectory."""
     index = _trajectory_index(batch)
+    # Larger than any row number, so that the minimum below is a row.
     first = torch.full((int(index.max()) + 1,), len(index))
     return first.scatter_reduce(0, index, torch.arange(len(index)), "amin")
 
@@ -90,9 +93,12 @@ def token_rewards(batch: TrainBatch, scores: Tensor) -> Tensor:
     if batch.turns is not None:
         assert batch.turn_of is not None
         turn = torch.where(fold.mask, fold.fold(batch.turn_of), -1)
+        # The last token of a turn: the next folded position is of another turn, or of none (-1).
         ends = fold.mask & (turn != torch.nn.functional.pad(turn[:, 1:], (0, 1), value=-1))
         rewards = torch.where(ends, batch.turns.rewards.to(scores.dtype)[turn.clamp(min=0)], 0)
+    # Counted from the end, the first valid token; what follows it is masked.
     last = fold.mask & (fold.mask.long().flip(-1).cumsum(-1).flip(-1) == 1)
+    # All rows of a trajectory carry its one score, so the first stands for them.
     rest = scores[first_rows(batch)] - rewards.sum(-1)
     return fold.unfold(rewards + torch.where(last, rest[:, None], 0))
 
@@ -156,6 +162,7 @@ def _turn_inputs(batch: TrainBatch, scores: Tensor, rewards: Tensor | None) -> t
     turns, turn_of = batch.turns, batch.turn_of
     if turns is None or turn_of is None:
         raise ValueError("estimators that compare turns need trajectories of turns; this batch has single answers")
+    # A turn lies in one row, in order: nothing to sort by.
     fold = TrajectoryLayout.of(turn_of, torch.zeros_like(turn_of), len(turns.index))
     lead = first_rows(batch)[turns.trajectory]
     of_tokens = token_rewards(batch, scores) if rewards is None else rewards

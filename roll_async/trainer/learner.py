@@ -142,6 +142,7 @@ class Learner:
         """Train on whole groups. `step` counts from 1; staleness as in `config/staleness.py`."""
         loop, options, parts = asyncio.get_running_loop(), self._options, self._parts
         began = loop.time()
+        # In a thread, here and below: this event loop also serves the rest of the run.
         batch = await asyncio.to_thread(
             collate,
             groups,
@@ -154,7 +155,9 @@ class Learner:
         started = loop.time()
         (proximal, reference, teacher, values, squares), score_wait_s = await self._scores(batch, rows)
         scored = loop.time()
+        # Without a scoring pass the engine's log-probs are the nearest there are to the current weights.
         known = proximal if proximal is not None else batch.behaviour_logprobs
+        # Rows that feed another part of the loss stay out of the statistics of advantages.
         compared = self._part(batch, "policy") if options.loss_parts else None
         evidence = credit.EstimatorInputs(row_mask=compared, values=values, logprobs=known, squares=squares)
         signal = await asyncio.to_thread(self._signal, batch, known, reference, teacher, evidence)
@@ -170,6 +173,7 @@ class Learner:
             update_values = partial(parts.critic.update_values, value_rows, step)
         actor_learns = parts.critic is None or step > self._algorithm.critic_warmup
         if actor_learns:
+            # Not the option alone: `_proximal` makes a pass of its own where a batch has several mini-batches.
             reused = proximal is None and self._algorithm.proximal_logprobs == "reuse"
             metrics["trainer/proximal_reused"] = float(reused)
         updates: Sequence[Job[Mapping[str, float]]] = [
@@ -178,7 +182,7 @@ class Learner:
         ]
         updated, update_wait_s = await parts.work(updates)
         for found in updated:
-            metrics |= found or {}
+            metrics |= found or {}  # None: the role had nothing to do
         metrics["trainer/learning_rate_alarm"] = self._alarm_of_rates(metrics, step)
         self._adapt_kl(metrics, batch)
         return StepReport(
@@ -210,6 +214,7 @@ class Learner:
     async def _proximal(self, batch: TrainBatch, rows: TokenRows) -> Tensor | None:
         """[B,T] log-probs of the weights at the start of the step; None when each micro-batch makes its own."""
         source = self._algorithm.proximal_logprobs
+        # After the first optimizer step a forward pass no longer sees the weights of the start.
         if source == "reuse" and len(mini_batch_ranges(len(batch.lengths), self._options.mini_batch_rows)) > 1:
             source = "recompute"
         match source:
@@ -247,6 +252,7 @@ class Learner:
         options = self._options
         scores, baselines, metrics = self._shaped_scores(batch)
         batch = replace(batch, baseline_scores=baselines)
+        # None: the estimator takes the score of the trajectory.
         token_rewards = None if batch.turns is None else credit.token_rewards(batch, scores)
         if self._algorithm.token_kl_coef > 0:
             assert reference is not None, "config refuses token_kl_coef without a reference"
@@ -272,9 +278,11 @@ class Learner:
             rewards=token_rewards,
             evidence=evidence,
         )
+        # Before staleness and sample masks: tokens that they take out still count in the statistics.
         policy = batch.mask & self._part(batch, "policy")[:, None]
         if self._algorithm.whiten_advantages:
             advantages = whiten(values_BT=advantages, mask_BT=policy)
+        # After whitening, so that the limit bounds what the loss gets; distillation has its own coefficient.
         if (limit := self._algorithm.advantage_clip) is not None:
             advantages = advantages.clamp(-limit, limit)
         if teacher is not None:
@@ -282,7 +290,9 @@ class Learner:
             advantages = advantages - self._algorithm.distill_coef * distance.detach()
         mask = self._loss_mask(batch) & policy
         metrics["staleness/masked_fraction"] = 1.0 - float(mask.sum()) / max(1, int(policy.sum()))
+        # torch's std of a single number is NaN.
         metrics["advantages/std"] = float(advantages[policy].std()) if int(policy.sum()) > 1 else 0.0
+        # Estimators may have worked in float64; `PolicyRows` and `ValueRows` are float32.
         return _Signal(advantages=advantages.float(), returns=returns.float(), mask=mask, metrics=metrics)
 
     def _part(self, batch: TrainBatch, name: str) -> Tensor:
@@ -313,6 +323,7 @@ class Learner:
         """[B] baselines of rae; the averages go on, trajectory by trajectory."""
         decay, averages = self._options.estimator_options["decay"], self.state.role_averages
         assert isinstance(decay, float)
+        # With the roles of earlier steps: a batch need not hold all of them, and their averages must stay.
         names = sorted({*averages, *batch.roles})
         lead = credit.first_rows(batch)
         baselines, after = reward_math.role_baselines(
@@ -365,6 +376,7 @@ class Learner:
         shifted = None if baselines is None else torch.zeros_like(baselines)
         lead = credit.first_rows(batch)
         counted = torch.zeros_like(scores, dtype=torch.bool)
+        # The other rows of a trajectory get the result of their first row at the end.
         counted[lead] = True
         for index, domain in enumerate(batch.domains):
             rows = (batch.domain_index == index) & counted
@@ -444,6 +456,7 @@ class Learner:
             correction_weights=weights,
             scores=batch.scores,
             version_lag=lag,
+            # Without a KL loss they would travel to every rank for nothing.
             ref_logprobs=reference if self._algorithm.kl_loss_coef > 0 else None,
             segment_ids=segments,
             selection=selection,

@@ -46,6 +46,7 @@ class LearnerParts:
                     results[i] = await job()
             ended_s[roles] = loop.time()
 
+        # Each set once, in order; the actor's always, because the result subtracts when it ended.
         apart = dict.fromkeys([*(self._sharing_with(role) for role, job in jobs if job is not None), actor])
         running = [asyncio.create_task(one_after_another(roles), name="+".join(sorted(roles))) for roles in apart]
         try:
@@ -53,6 +54,7 @@ class LearnerParts:
         finally:
             for task in running:
                 task.cancel()
+            # What they raise while they are cancelled must not replace the first error.
             await asyncio.gather(*running, return_exceptions=True)
         return results, max(ended_s.values()) - ended_s[actor]
 

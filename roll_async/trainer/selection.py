@@ -26,6 +26,7 @@ def select_tokens(
     base = batch.behaviour_logprobs if getattr(options, "ratio_base", "") == "behaviour" else proximal
     match options:
         case ClipCovOptions():
+            # A generator of its own, by seed and step: a step that is repeated after a restart selects the same.
             generator = torch.Generator().manual_seed(seed * 1_000_003 + batch.step)
             keys = torch.rand(mask.shape, generator=generator)
             return select_clip_cov(

@@ -19,7 +19,7 @@ class HfConfig:
     def integer(self, *keys: str, default: int | None = None) -> int:
         """The first of `keys` that is there (transformers renames keys between releases), else the default."""
         value = self._first(keys, default)
-        if isinstance(value, bool) or not isinstance(value, int):
+        if isinstance(value, bool) or not isinstance(value, int):  # True is an int to Python
             raise ValueError(f"{self.source}: {keys[0]} is {value!r}, expected an integer")
         return value
 

@@ -53,6 +53,7 @@ class HfFolder:
 
     def _files(self) -> list[Path]:
         if self._index:
+            # The map names a file once for each of its tensors.
             return [self.path / name for name in dict.fromkeys(self._weight_map().values())]
         for name in (SINGLE, _TORCH_SINGLE):
             if (self.path / name).is_file():
@@ -96,7 +97,7 @@ class HfFolder:
         """One tensor, read on demand, into `buffer` (uint8, of its size) if given. The last file stays open, because
         the next tensor is mostly in it.
         """
-        self.spec(name)
+        self.spec(name)  # for its error, which names the folder
         path = self._specs[name][1]
         if self._open is None or self._open.path != path:
             self.close()
@@ -118,7 +119,7 @@ def copy_side_files(source: Path, target: Path, *, dtype: torch.dtype | None = N
     if critic:
         config = as_critic(config)
     if dtype is not None:
-        config.pop("torch_dtype", None)
+        config.pop("torch_dtype", None)  # the older name of `dtype`: the two would differ
         config["dtype"] = str(dtype).removeprefix("torch.")
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     ignored = shutil.ignore_patterns(*_WEIGHTS, *_OTHER_FOLDERS)
@@ -134,6 +135,7 @@ def _is_side_folder(folder: Path, target: Path) -> bool:
     """Whether a folder holds code or templates of the model: it has no weights and is not the target."""
     if target.resolve().is_relative_to(folder.resolve()):
         return False
+    # .metadata is in every torch_dist checkpoint.
     return not any(path.match(pattern) for path in folder.rglob("*") for pattern in (*_WEIGHTS, ".metadata"))
 
 
@@ -185,6 +187,7 @@ def write_hf_folder(
 
     def flush() -> None:
         nonlocal pending, pending_bytes
+        # The final name holds the number of shards, which is known at the end.
         path = folder / f"part-{len(shards):05d}.safetensors"
         specs = [TensorSpec(name=name, shape=tuple(t.shape), dtype=t.dtype) for name, t in pending.items()]
         with SafetensorsWriter(path, specs) as writer:

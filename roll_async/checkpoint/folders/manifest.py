@@ -29,7 +29,7 @@ def write_manifest(folder: Path, files: Mapping[str, str], about: Mapping[str, o
     """`files`: fingerprint by path inside the folder; `about`: fields that readers need before the files."""
     with open(folder / MANIFEST, "w") as file:
         json.dump({"format": _FORMAT, **about, "files": dict(files)}, file, indent=2)
-        file.flush()
+        file.flush()  # fsync knows only what Python has handed on
         os.fsync(file.fileno())
 
 
@@ -87,6 +87,7 @@ def check_files(folder: Path, files: Mapping[str, str]) -> None:
 
 def sync(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on disk."""
+    # A folder can be opened for reading only, and fsync takes such a handle.
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -63,7 +63,7 @@ class MegatronFolder:
             metadata = FileSystemReader(str(folder)).read_metadata()
         except FileNotFoundError as error:
             raise ValueError(f"{folder / INDEX} is missing: the checkpoint was never completed") from error
-        except (EOFError, pickle.UnpicklingError, AttributeError, ValueError) as error:
+        except (EOFError, pickle.UnpicklingError, AttributeError, ValueError) as error:  # a pickle of torch's classes
             raise ValueError(f"{folder / INDEX} is truncated or damaged: {error}") from error
         self._check_files(metadata)
         self._storage = metadata.storage_data or {}
@@ -111,6 +111,7 @@ class MegatronFolder:
         """`stored[index]`, put together from the chunks that hold it."""
         entry = self._tensors[key]
         rest = tuple(entry.size[len(index) :])
+        # [1, ..., 1, *rest]: chunks are boxes in all dimensions of the stored tensor.
         wanted = ChunkStorageMetadata(
             offsets=torch.Size((*index, *(0 for _ in rest))), sizes=torch.Size((*(1 for _ in index), *rest))
         )
@@ -146,6 +147,7 @@ class MegatronFolder:
             raise ValueError(f"{path} is compressed ({info.transform_descriptors}), which is not supported")
         try:
             with open(path, "rb") as file:
+                # A chunk is a file of torch.save inside the data file. weights_only: a pickle could run code.
                 return torch.load(cast(IO[bytes], _View(file, info.offset, info.length)), weights_only=True)
         except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise ValueError(f"{path} is damaged at byte {info.offset}: {error}") from error
@@ -221,6 +223,7 @@ def write_megatron_folder(
     outline: dict[str, STORAGE_TYPES] = {**_outline(pieces), **{name: BytesStorageMetadata() for name in empty_objects}}
     metadata = Metadata(state_dict_metadata=outline)
     planner = cast(SavePlanner, _LazyPlanner(pieces, load))
+    # No copies ahead: `load` may return the same memory every time. The caller syncs.
     writer = FileSystemWriter(
         str(folder), single_file_per_rank=True, sync_files=False, thread_count=1, per_thread_copy_ahead=0
     )
@@ -235,7 +238,9 @@ def write_megatron_folder(
             for name in {result.storage_data.relative_path for result in results[-1]}:
                 on_file(folder / name)
     writer.finish(metadata, results)
+    # Megatron opens it on every load.
     torch.save({}, folder / COMMON)
+    # Last: a folder with this file is taken for a checkpoint.
     (folder / TORCH_DIST).write_text(json.dumps(FORMAT))
 
 

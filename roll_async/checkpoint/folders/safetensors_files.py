@@ -28,6 +28,7 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# The limit of the safetensors library.
 _MAX_HEADER_BYTES = 100_000_000
 
 
@@ -61,13 +62,14 @@ class SafetensorsFile:
         size = os.fstat(self._file.fileno()).st_size
         prefix = self._file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        # {} is the shortest header.
         if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
             raise ValueError(f"{self.path} is truncated or not a safetensors file")
         try:
             header = json.loads(self._file.read(length))
             entries = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
             end = max((int(stop) for _, stop in entries), default=0)
-        except (ValueError, AttributeError, KeyError, TypeError) as error:
+        except (ValueError, AttributeError, KeyError, TypeError) as error:  # any JSON may stand there
             raise ValueError(f"{self.path} is not a safetensors file: its header is damaged ({error})") from error
         if 8 + length + end != size:
             raise ValueError(f"{self.path} is truncated: it has {size} bytes, its header describes {8 + length + end}")
@@ -107,6 +109,7 @@ class SafetensorsWriter:
 
     def __init__(self, path: Path, specs: Sequence[TensorSpec]) -> None:
         self._expected: Iterator[TensorSpec] = iter(specs)
+        # transformers refuses a file that does not name its format.
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         offset = 0
         for spec in specs:

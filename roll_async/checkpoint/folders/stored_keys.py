@@ -42,7 +42,7 @@ def key_to_write(match: Match, shape: ModelShape) -> StoredKey:
 
 def keys_to_read(match: Match, shape: ModelShape) -> list[StoredKey]:
     """Every form in which a checkpoint may hold the parameter, likeliest first."""
-    names = dict.fromkeys((match.te_name, match.name))
+    names = dict.fromkeys((match.te_name, match.name))  # one where both spellings agree
     return [_key(match, name, shape, stacked=stacked) for name in names for stacked in (True, False)]
 
 
@@ -51,11 +51,14 @@ def extra_states(stored: StoredKey) -> list[str]:
     them). Megatron does not load a checkpoint without them.
     """
     module, _, kind = stored.key.rpartition(".")
+    # Embedding, output layer and router are not modules of Transformer Engine.
     if kind not in ("weight", "layer_norm_weight") or re.search(r"embedding|output_layer|router", module):
         return []
     modules = [module]
+    # Attention itself has a state but no weight: it is named with the layer after it.
     if module.endswith("self_attention.linear_proj"):
         modules.append(module.replace("linear_proj", "core_attention"))
+    # Megatron's name of an object in a grid: its place, and the grid's sizes.
     offset, size = (".".join(str(x) for x in axes) for axes in (stored.index or (0,), stored.stack or (1,)))
     return [f"{name}._extra_state/shard_{offset}_{size}" for name in modules]
 

@@ -92,6 +92,7 @@ def _attention_fields(config: HfConfig) -> dict[str, object]:
     return {
         "multi_latent_attention": True,
         "qk_layernorm": True,
+        # After the up projection each head has its own key and value.
         "num_query_groups": config.integer("num_attention_heads"),
         "q_lora_rank": config.integer("q_lora_rank") if "q_lora_rank" in config else None,
         "kv_lora_rank": config.integer("kv_lora_rank"),
@@ -105,6 +106,7 @@ def _attention_fields(config: HfConfig) -> dict[str, object]:
 def _rotary_fields(config: HfConfig) -> dict[str, object]:
     rotary = Rotary.of(config)
     if rotary.kind == "default":
+        # Megatron's defaults for latent attention are those of a scaled model: yarn, factor 40.
         return {"rope_type": "rope", "rotary_base": rotary.base, "rotary_scaling_factor": 1.0, "mscale_all_dim": 0.0}
     given = rotary.parameters
     if rotary.kind != "yarn" or "attention_factor" in given or ("mscale" in given) != ("mscale_all_dim" in given):
@@ -140,5 +142,5 @@ FAMILY = Family(
         *experts("mlp.experts"), *shared_experts("mlp.shared_experts"),
     ),
     fields=_fields,
-    unused=(*OLD_BUFFERS, "model.layers.{n}.*"),
+    unused=(*OLD_BUFFERS, "model.layers.{n}.*"),  # the layer for multi-token prediction
 )  # fmt: skip

@@ -106,6 +106,7 @@ def window_fields(config: HfConfig) -> dict[str, object]:
     """
     if not config.integer("sliding_window", default=0):
         return {}
+    # Qwen's configs name a window even where it is off; Mistral's have no such switch.
     if "use_sliding_window" in config.values:
         if not config.flag("use_sliding_window"):
             return {}

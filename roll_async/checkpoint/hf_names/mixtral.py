@@ -13,7 +13,7 @@ def _fields(config: HfConfig) -> dict[str, object]:
         **routing_fields(
             config,
             num_experts=config.integer("num_local_experts", "num_experts"),
-            expert_size=config.integer("intermediate_size"),
+            expert_size=config.integer("intermediate_size"),  # config.json has no size of experts alone
             normalised=True,
         ),
         **window_fields(config),

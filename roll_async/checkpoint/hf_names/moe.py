@@ -85,6 +85,7 @@ def routing_fields(config: HfConfig, *, num_experts: int, expert_size: int, norm
 def qwen_routing_fields(config: HfConfig) -> dict[str, object]:
     """Routing in every `decoder_sparse_step`-th layer, but those of `mlp_only_layers`."""
     step, dense = config.integer("decoder_sparse_step", default=1), config.layers("mlp_only_layers")
+    # transformers counts layers from 1 here.
     sparse = [i not in dense and (i + 1) % step == 0 for i in range(config.integer("num_hidden_layers"))]
     return {
         **routing_fields(

@@ -57,6 +57,7 @@ def _is_cuda(device: object) -> bool:
         return device.startswith("cuda")
     if isinstance(device, torch.device):
         return device.type == "cuda"
+    # torch takes a bare number for the index of a CUDA device; Python's bool is an int.
     return isinstance(device, int) and not isinstance(device, bool)
 
 
@@ -64,6 +65,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     def create(*args: object, **kwargs: object) -> torch.Tensor:
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = CPU
+        # Pinning memory needs a CUDA driver.
         kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
 
@@ -102,6 +104,7 @@ def _proxy_of_torch() -> _Proxy:
     cuda = _Proxy(
         torch.cuda,
         {
+            # Megatron hands it on as the `device` of what it makes.
             "current_device": lambda: CPU,
             "synchronize": lambda *args, **kwargs: None,
             "empty_cache": lambda: None,
@@ -143,6 +146,7 @@ def _reduce_scatter_uneven(
     """`reduce_scatter` (sum) that takes parts of different length, as NCCL's does."""
     assert group is not None
     for rank, part in enumerate(inputs):
+        # `reduce` works in place, and the inputs are the caller's.
         total = part.contiguous().clone()
         torch.distributed.reduce(total, dst=torch.distributed.get_global_rank(group, rank), group=group)
         if rank == group.rank():
@@ -186,6 +190,7 @@ def install(*, cuda: bool | None = None) -> None:
                 module.torch = proxy  # type: ignore[attr-defined]
     _patch_random()
     _patch_moe()
+    # A method of a tensor is out of reach for a proxy of the module.
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
 
 

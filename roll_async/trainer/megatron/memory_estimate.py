@@ -89,6 +89,7 @@ def num_parameters(model: HfConfig) -> int:
     """Of the whole model, without a value head."""
     settings = MegatronSettings(model_folder="")
     counts = _count(model, settings, stage=0, layers=range(model.integer("num_hidden_layers")))
+    # Settings without an optimizer train nothing, so that all of it counts as frozen.
     return counts.frozen
 
 
@@ -110,15 +111,18 @@ def _stage_memory(
     weights = width * (counts.frozen + counts.trained + counts.trained_experts) + 4 * adapters
     gradients = optimizer = 0
     if settings.optimizer is not None:
+        # Gradient buffers are float32, whatever the dtype of the model.
         gradients = 4 * (dense + experts)
         shards = expert_shards = 1
         if settings.optimizer.distributed:
+            # Over data- and context-parallel ranks together.
             shards = world_size // (sizes.tensor * sizes.pipeline)
             expert_shards = max(1, world_size // (sizes.pipeline * sizes.expert * sizes.expert_tensor))
         moments, main = 8, 4 if width == 2 else 0  # adapters are float32: they have no second copy
         optimizer = (moments * dense + main * counts.trained) // shards
         optimizer += (moments * experts + main * counts.trained_experts) // expert_shards
         if settings.optimizer.cpu_offload:
+            # In host memory; the step has it on the device when activations are gone (host_state.py).
             optimizer = 0
     activations, logits = _step_memory(model, settings, stage, layers)
     return RankMemory(weights=weights, gradients=gradients, optimizer=optimizer, activations=activations, logits=logits)
@@ -182,6 +186,7 @@ def matrices_of(model: HfConfig, settings: MegatronSettings, *, stage: int, laye
         yield Matrix("final_layernorm", 1, hidden)
         if settings.with_value_head:
             yield Matrix("output_layer", 1, hidden)
+        # A tied head on another stage than the embedding is a copy of its own.
         elif not tied or sizes.pipeline > 1:
             yield Matrix("output_layer", vocabulary, hidden)
     norms = 4 if family_of(language_model(model.architecture())).sandwich_norms else 2
@@ -203,6 +208,7 @@ def _attention(model: HfConfig, fields: Mapping[str, object], ranks: int) -> Ite
         query, value = _integer(fields, "qk_head_dim"), _integer(fields, "v_head_dim")
         low, low_kv = _integer(fields, "q_lora_rank"), _integer(fields, "kv_lora_rank")
         if low:
+            # Down projections are whole on every tensor rank (layer_spec.py).
             yield Matrix("linear_q_down_proj", low, hidden)
             yield Matrix("norms", 1, low)
             yield Matrix("linear_q_up_proj", heads * (query + rope), low)
@@ -244,6 +250,7 @@ def _tokens(settings: MegatronSettings, rows: int) -> int:
     """Of the largest micro-batch, on one context rank."""
     packed = settings.micro_batching != "fixed" and settings.max_tokens_per_microbatch is not None
     whole = (
+        # A row longer than the budget is a micro-batch of its own.
         max(settings.max_tokens_per_microbatch or 0, settings.longest_row) if packed else rows * settings.longest_row
     )
     return whole // settings.parallel.context
@@ -263,15 +270,19 @@ def _step_memory(model: HfConfig, settings: MegatronSettings, stage: int, layers
     )
     if settings.optimizer is None:
         return scoring
+    # 1F1B: a stage holds the activations of a micro-batch until it comes back through the later stages.
     in_flight = sizes.pipeline - stage
     stored = sum(per_token)
     if settings.recompute.get("recompute_granularity") == "full":
         every = settings.recompute.get("recompute_num_layers", 1)
         assert isinstance(every, int)
         if settings.recompute.get("recompute_method") == "block":
+            # block: the first layers are computed again and keep their input; the others keep everything.
             stored = hidden * min(every, len(layers)) + sum(per_token[every:])
         else:
+            # uniform: the input of each run of `every` layers.
             stored = hidden * -(-len(layers) // every)
+    # The layer that is computed again has all its activations meanwhile.
     working = max(per_token) * (settings.recompute.get("recompute_granularity") == "full")
     training = (
         trained * (in_flight * stored + working),

@@ -97,6 +97,7 @@ def cut(
     fed = torch.tensor([copies[0] for copies in sequences], dtype=torch.int64)
     fed_as = torch.tensor([i for i, copies in enumerate(sequences) for _ in copies], dtype=torch.int64)
     lengths = step.lengths[fed].tolist()
+    # Filler has no rows, but the model must be fed a position.
     width = max((int(x) for x in lengths), default=1)
     tokens, mask = _take(step.tokens, fed, width), _take(step.mask, fed, width)
     place = _packed_place if settings.micro_batching == "packed" else _padded_place
@@ -109,6 +110,7 @@ def cut(
 
     def lay(values: Tensor, filler: int | bool) -> Tensor:
         """[q,t] values into the feed's grid, this context rank's share."""
+        # The filler is last, where the grid's -1 reads it.
         flat = torch.cat([values.reshape(-1), values.new_full((1,), filler)])
         return flat[grid.reshape(-1)].view(grid.shape).gather(1, share)
 
@@ -131,6 +133,7 @@ def cut(
     return MicroBatch(
         rows=rows,
         mask=mask[fed_as].to(device),
+        # Of all rows, not of those that are fed: copies differ in what the loss reads.
         fields={name: _take(x, rows, width).to(device) for name, x in step.fields.items()},
         feed=feed,
         source=_in_gathered(source, grid.shape, bounds, context)[fed_as].to(device),
@@ -157,6 +160,7 @@ def _recorded(experts: ExpertRows, index: Tensor, width: int) -> Tensor:
 
 def _experts_at(experts: ExpertRows, places: Tensor) -> Tensor:
     """[q,s,L,K] int16 records at `places` [q,s]; -1 where that is -1."""
+    # Indexing an empty tensor raises, even at 0.
     if not len(experts.ids):
         return torch.full((*places.shape, *experts.ids.shape[1:]), -1, dtype=torch.int16)
     found = experts.ids[places.clamp(min=0)].to(torch.int16)
@@ -173,6 +177,7 @@ def _take(x: Tensor, index: Tensor, width: int) -> Tensor:
     part = x[index]
     if x.dim() == 1:
         return part
+    # A share without rows has no columns, its filler has one.
     return torch.nn.functional.pad(part[:, :width], (0, max(0, width - x.shape[1])))
 
 
@@ -183,6 +188,7 @@ _Place = tuple[Tensor, tuple[int, ...] | None, Tensor]
 def _padded_place(
     lengths: list[int], width: int, settings: MegatronSettings, feed_shape: tuple[int, int] | None
 ) -> _Place:
+    # Without rows one sequence of filler.
     num_rows, span = feed_shape or (max(1, len(lengths)), padded_length(width, settings))
     grid = torch.full((num_rows, span), -1, dtype=torch.int64)
     count = len(lengths)
@@ -202,11 +208,14 @@ def _packed_place(
     if feed_shape is not None:
         total = max(total, feed_shape[1])
     grid = torch.full((1, total), -1, dtype=torch.int64)
+    # `starts` has one more: the end.
     for row, (start, length) in enumerate(zip(starts, lengths, strict=False)):
         grid[0, start : start + length] = torch.arange(row * width, row * width + length)
     before = (torch.arange(width) - 1).clamp(min=0)
     source = torch.tensor(starts[:-1], dtype=torch.int64)[:, None] + before[None]
+    # What fills the pack up is a sequence of its own: no row attends to it.
     bounds = tuple(starts if starts[-1] == total else [*starts, total])
+    # Positions past the end of a short row may lie beyond the pack; they are outside of the mask.
     return grid, bounds, source.clamp(max=total - 1)
 
 
@@ -217,6 +226,7 @@ def _share_of(shape: torch.Size, bounds: tuple[int, ...] | None, context: Contex
     edges = bounds or (0, shape[1])
     parts = []
     for start, end in zip(edges, edges[1:], strict=False):
+        # An early block and a late one: under a causal mask all ranks have as much work.
         half = (end - start) // (2 * context.size)
         for block in (context.rank, 2 * context.size - 1 - context.rank):
             parts.append(torch.arange(start + block * half, start + (block + 1) * half))

@@ -45,6 +45,7 @@ def join(spec: RankSpec, parallel: ParallelSizes, seed: int) -> None:
     # it. CUDA reads this when its context is made, below.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if spec.device == "cpu":
+        # torch would take every core in each of the ranks that share them.
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     else:
         torch.cuda.set_device(0)  # CUDA_VISIBLE_DEVICES shows this process its own device only
@@ -64,6 +65,7 @@ def join(spec: RankSpec, parallel: ParallelSizes, seed: int) -> None:
         expert_tensor_parallel_size=parallel.expert_tensor,
         create_gloo_process_groups=False,  # nothing of ours gathers on the host
     )
+    # After the groups: it reads this rank's place in them.
     model_parallel_cuda_manual_seed(seed)
 
 
@@ -74,7 +76,9 @@ def _store(spec: RankSpec) -> dist.TCPStore:
         return dist.TCPStore(*address, spec.world_size, False, timeout)
     family = socket.AF_INET6 if ":" in spec.master_addr else socket.AF_INET
     server = spec.listener or socket.create_server(address, family=family, backlog=spec.world_size)
+    # Port 0 has become a real one here.
     host, port = server.getsockname()[:2]
+    # detach: Python would close the socket with its object, and the store listens on it.
     return dist.TCPStore(host, port, spec.world_size, True, timeout, master_listen_fd=server.detach())
 
 
@@ -147,6 +151,7 @@ def peak_bytes(device: torch.device) -> float:
     """
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
+    # Linux counts it in KiB.
     return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 

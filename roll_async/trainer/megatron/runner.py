@@ -82,6 +82,7 @@ class ModelRunner:
                 parts.append(dict(metrics))
             else:
                 loss = output.sum() * 0  # filler: keeps the graph, adds nothing
+            # Three values: of two Megatron would divide the loss by the number of micro-batches. The count is not used.
             return loss, torch.zeros((), dtype=torch.int, device=output.device), {}
 
         def forward_step(iterator: Iterator[MicroBatch], model: torch.nn.Module):  # noqa: ANN202
@@ -95,9 +96,11 @@ class ModelRunner:
         feeds = [b.feed.tokens.shape for b in batches]
         get_forward_backward_func()(
             forward_step_func=forward_step,
+            # Every interleaved stage takes the micro-batches from the first on.
             data_iterator=[iter(batches) for _ in self._network] if interleaved else iter(batches),
             model=self._network,
             num_microbatches=len(batches),
+            # Of the whole row: Megatron divides it by the context ranks.
             seq_length=max(shape[1] for shape in feeds) * parallel_state.get_context_parallel_world_size(),
             micro_batch_size=max(shape[0] for shape in feeds),
             forward_only=forward_only,
@@ -130,6 +133,7 @@ class ModelRunner:
 
     def _padding_of_stage(self, model: torch.nn.Module, feed: ModelFeed) -> Tensor:
         """Megatron cuts the mask for sequence parallelism on the first stage only."""
+        # A model that trains is wrapped for its gradients (`wrap`), one that only scores is not.
         first = getattr(model, "module", model).pre_process
         if first or not self._config.sequence_parallel:
             return feed.padding

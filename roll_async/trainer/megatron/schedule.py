@@ -55,9 +55,11 @@ def learning_rate_at(position: float, settings: OptimizerSettings) -> float:
     total_steps.
     """
     if position < settings.warmup_steps:
+        # + 1: the first step is not taken at a rate of 0.
         return settings.learning_rate * min(position + 1, settings.warmup_steps) / settings.warmup_steps
     if settings.schedule == "constant":
         return settings.learning_rate
+    # A run may be all warm-up.
     span = max(1, settings.total_steps - settings.warmup_steps)
     progress = min(1.0, (position - settings.warmup_steps) / span)
     if settings.schedule == "linear":

@@ -176,7 +176,7 @@ class MegatronSettings:
             micro_batching=role.micro_batching,
             max_tokens_per_microbatch=role.max_tokens_per_microbatch,
             temperature=sampling.temperature,
-            top_k=max(0, sampling.top_k),
+            top_k=max(0, sampling.top_k),  # -1 means off in the config
             top_p=sampling.top_p,
             moe_dispatcher=strategy.moe_token_dispatcher_type,
             router_replay=role.router_replay,

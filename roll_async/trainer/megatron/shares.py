@@ -137,6 +137,7 @@ class BatchSplitter:
         them, because the denominators count all rows. One row per data-parallel rank stays, for the schedule.
         """
         loss = self._loss
+        # KL and entropy need no advantage; the load of experts is balanced over all rows.
         all_have_gradients = loss.kl_coef > 0 or loss.entropy_coef > 0 or self._model.has_experts
         if all_have_gradients or loss.pg_variant not in ZERO_GRADIENT_WITHOUT_ADVANTAGE:
             return list(part)
@@ -180,6 +181,7 @@ class BatchSplitter:
             micro_batches=[],
             feed_shape=self._common_shape(plan, lengths),
             denominators=count_parts(step.fields, step.mask, part, normalizer_length),
+            # Only metrics read it, per token: the normalizer length does not count.
             computed=count_parts(step.fields, step.mask, computed, 1),
             num_tokens=int(step.lengths[list(computed)].sum()),
             zero_gradient_rows_share=1 - len(computed) / max(1, len(part)),

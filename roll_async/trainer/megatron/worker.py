@@ -19,6 +19,7 @@ from torch import Tensor
 
 from roll_async.trainer.megatron import cpu_shim
 
+# Before any module below binds `torch`: Megatron's must find the proxy where there is no CUDA.
 cpu_shim.install()
 
 from roll_async.algorithms.aggregation import Denominators, aggregate  # noqa: E402
@@ -87,7 +88,9 @@ class MegatronWorker:
     def splitter(self) -> BatchSplitter:
         """Makes the shares of whole batches; the same on all ranks."""
         config = self._model.config
+        # The allgather dispatcher gathers as many tokens from every rank.
         exchanged = config.num_moe_experts is not None and self._settings.moe_dispatcher != "alltoall"
+        # Stages that do not tell each other the shapes expect one.
         staged = config.pipeline_model_parallel_size > 1 and not config.variable_seq_lengths
         traits = ModelTraits(
             flops=self._model.flops,
@@ -106,6 +109,7 @@ class MegatronWorker:
 
     def offload_states(self, kinds: Sequence[str] = STATE_KINDS) -> StateMemory:
         """Move weights, optimizer state or gradients to host memory; collective. See `OffloadingGroup`."""
+        # What is copied away must not be stale; weights that are away have no memory to gather into.
         if not self._state.is_away("weights"):
             self._gather_parameters()
         return self._state.offload(kinds)
@@ -156,10 +160,12 @@ class MegatronWorker:
         result = torch.zeros(share.rows.tokens.shape)
 
         def keep(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+            # By all ranks of a replica, whoever reports: it holds collectives over tensor and context ranks.
             values = score(batch, output).float().cpu()
             if ranks.is_reporting_rank():
                 width = min(values.shape[1], result.shape[1])
                 result[batch.rows, :width] = values[:, :width]
+            # The schedule wants a loss; without gradients nothing is made of it.
             return output.new_zeros(()), {}
 
         self._runner.run(self._runner.micro_batches(share.rows, whole), keep, forward_only=True)
@@ -231,6 +237,7 @@ class MegatronWorker:
                     mask_BT=batch.mask,
                     clip=self._settings.value_clip,
                 )
+                # Where rows name no parts, all of them are counted as the policy's (`part_masks`).
                 return aggregate(loss_BT=per_token, mask_BT=batch.mask, denominators=denominators["policy"]), metrics
 
             return loss_of
@@ -249,6 +256,7 @@ class MegatronWorker:
         def loss_for(denominators: Mapping[str, Denominators]) -> LossOfMicroBatch:
             def loss_of(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
                 logprobs = self._runner.logprobs(batch, output, with_entropy=False).logprobs
+                # Log-probs are 0 outside of the mask.
                 return -logprobs.sum() / max(1, denominators["policy"].global_tokens), {}
 
             return loss_of
@@ -272,6 +280,7 @@ class MegatronWorker:
             group["lr"] = rate
         for part in self._network:
             part.zero_grad_buffer()
+        # Also the float32 copies that the last step was taken from; the line above is for Megatron's flat buffers.
         self._optimizer.zero_grad()
         self._grad_scale.step_tokens = max(1, mini_batch.num_tokens)
         batches = self._runner.micro_batches(share.rows, mini_batch)
@@ -294,6 +303,7 @@ class MegatronWorker:
         loss = float(torch.stack(losses).sum()) if losses else 0.0
         if self._spec.world_size == 1:
             return loss, parts
+        # One rank of each replica: the others computed the same loss. On the CPU, as objects are pickled.
         own = (loss, [{k: v.cpu() for k, v in p.items()} for p in parts]) if ranks.is_reporting_rank() else (0.0, [])
         gathered: list = [None] * self._spec.world_size
         dist.all_gather_object(gathered, own)
@@ -333,6 +343,7 @@ class MegatronWorker:
             settings = self._settings
             write_hf_folder(folder, tensors, like=settings.model_folder, dtype=dtype, critic=settings.with_value_head)
         else:
+            # Their gathering is collective: without this rank, rank 0 would wait for ever.
             for _ in tensors:
                 pass
         if self._settings.lora_rank:
@@ -341,6 +352,7 @@ class MegatronWorker:
     def _export_adapter(self, folder: Path) -> None:
         """Write the adapters alone from rank 0, in PEFT's format; collective."""
         first, gathered = self._spec.rank == 0, [None] * self._spec.world_size
+        # Objects are pickled: CUDA tensors would be made anew on the receiver's device.
         own = [replace(part, tensor=part.tensor.cpu()) for part in self._model.adapters()]
         dist.gather_object(own, gathered if first else None)
         if first:
@@ -375,6 +387,7 @@ def _mean_of(results: list[dict[str, float]], part: str) -> dict[str, float]:
     """Mean over the optimizer steps of a batch; extremes by key; the learning rate of the last one."""
     merged: dict[str, float] = {f"{part}/optimizer_steps": float(len(results))}
     for key in results[0]:
+        # A step without a valid token has no extremes (`reduce_metrics`).
         values = [r[key] for r in results if key in r]
         if key.endswith("_max"):
             merged[key] = max(values)

@@ -90,6 +90,7 @@ class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN001
         out = grad.new_empty((grad.shape[0] // ctx.group.size(), *grad.shape[1:]))
+        # The queries of all ranks read this rank's keys and values: their gradients are summed.
         dist.reduce_scatter_tensor(out, grad.contiguous(), group=ctx.group)
         return out, None
 
@@ -113,6 +114,7 @@ class SdpaAttention(MegatronModule):
     ) -> None:
         super().__init__(config)
         self._scale = softmax_scale
+        # Megatron's number is of positions before the query, without itself.
         self._window = config.window_size[0] + 1 if config.window_size else None
         self._context_group = context_group()
 
@@ -136,6 +138,7 @@ class SdpaAttention(MegatronModule):
                 _GatherSequence.apply(key, self._context_group),
                 _GatherSequence.apply(value, self._context_group),
             )
+        # SDPA takes [B,H,S,D].
         out = self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), mask=mask)
         return out.permute(2, 0, 1, 3).reshape(positions, query.shape[1], -1)
 
@@ -164,6 +167,7 @@ class SdpaAttention(MegatronModule):
         ranks, held, parts = self._context_group.size(), query.shape[0], []
         key, value = (_GatherSequence.apply(x, self._context_group) for x in (key, value))
         for start, end in zip(bounds, bounds[1:], strict=False):
+            # Gathered rank after rank: the keys of one sequence lie in as many places as there are ranks.
             seen = torch.cat([torch.arange(r * held + start, r * held + end) for r in range(ranks)]).to(key.device)
             heads = (x.transpose(0, 1)[None] for x in (query[start:end], key[seen], value[seen]))
             out = self._attend(*heads, mask=self._zigzag_mask(end - start).to(query.device))
@@ -200,6 +204,7 @@ class SdpaAttention(MegatronModule):
         grouped, dtype = query.shape[1] != key.shape[1], query.dtype
         if not query.is_cuda:  # the backward pass of torch's CPU kernel takes nine times as long in bfloat16
             query, key, value = query.float(), key.float(), value.float()
+        # SDPA refuses a mask beside is_causal.
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=self._scale, enable_gqa=grouped
         ).to(dtype)
@@ -264,6 +269,7 @@ def block_spec(
         # Megatron's choice for the final norm refuses sequence parallelism. Its annotation means a class.
         block.layer_norm = TorchRMSNorm  # pyright: ignore[reportAttributeAccessIssue]
     assert block.layer_specs is not None
+    # Layers of one kind share a spec: each is changed once.
     for layer in {id(spec): spec for spec in block.layer_specs}.values():
         if not whole:
             _make_local(layer, config, engine_attention=layers.engine_attention)

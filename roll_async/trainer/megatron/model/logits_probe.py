@@ -47,6 +47,7 @@ def _transformers_logits(folder: Path, tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _megatron_logits(checkpoint: Path, files: Path, tokens: Tensor) -> Tensor:
+    # A store in memory: one process needs no port.
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     try:

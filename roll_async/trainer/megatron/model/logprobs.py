@@ -79,11 +79,14 @@ class _ShardedLogprobs(torch.autograd.Function):
             part = slice(start, start + sampling.chunk_tokens)
             z = _chunk(logits[part], mask[part], sampling.temperature)
             local, mine = _local(tokens[part], first, shard)
+            # Before the maximum is subtracted in place: log Z below is on the scale of these logits.
             target = torch.where(mine, z.gather(-1, local[:, None])[:, 0], 0)
             highest = z.amax(-1)
+            # Before exp: sums of different ranks add up only relative to the same maximum.
             dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
             exp = z.sub_(highest[:, None]).exp()
             weighted = (exp * z).sum(-1) if sampling.with_entropy else torch.zeros_like(target)
+            # In one message.
             sums = torch.stack([exp.sum(-1), target, weighted])
             del exp
             dist.all_reduce(sums, group=group)
@@ -94,6 +97,7 @@ class _ShardedLogprobs(torch.autograd.Function):
             if sampling.with_entropy:  # sum p (log Z - z), with z relative to its maximum
                 entropy[part] = sums[0].log() - sums[2] / sums[0]
             if sampling.truncated or sampling.with_squares:
+                # z is relative to its maximum already, as is the sum.
                 log_p = z.sub_(sums[0].log()[:, None])
             if sampling.truncated:
                 log_kept[part] = _drop_truncated(log_p, tokens[part], mask[part], sampling, group)
@@ -141,6 +145,7 @@ def _drop_truncated(
     shards = [torch.empty_like(log_p) for _ in range(group.size())]
     dist.all_gather(shards, log_p.contiguous(), group=group)
     whole = torch.cat(shards, -1)
+    # Before the copies that truncation makes.
     del shards
     drop_truncated(whole, torch.where(mask, tokens, 0)[:, None], top_k=sampling.top_k, top_p=sampling.top_p)
     log_p.copy_(whole.chunk(group.size(), -1)[group.rank()])

@@ -66,12 +66,15 @@ class Adapter(torch.nn.Module):
         whole = in_size if self.columns else in_size * group.size()
         # The same numbers in every layout, from the layer's name in the whole model.
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        # As PEFT begins: kaiming_uniform_(a=sqrt(5)), whose bound is 1 / sqrt(in).
         down = (torch.rand(settings.rank, whole, generator=generator) * 2 - 1) / math.sqrt(whole)
         if not self.columns:
             down = down.chunk(group.size(), 1)[group.rank()]
         self.down = torch.nn.Parameter(down.contiguous())
+        # Zeros: the run begins with the base model.
         self.up = torch.nn.Parameter(torch.zeros(out_size, settings.rank))
         for parameter in (self.down, self.up):
+            # Gradients of experts are summed over data-parallel groups of their own.
             parameter.allreduce = getattr(weight, "allreduce", True)  # type: ignore[attr-defined]
         cut, cut_dim = (self.up, 0) if self.columns else (self.down, 1)
         cut.tensor_model_parallel = True  # type: ignore[attr-defined]
@@ -136,6 +139,7 @@ class _Adapted:
             more = {"allreduce_dgrad": allreduce_dgrad, "sequence_parallel": sequence_parallel, "tp_group": tp_group}
             return super()._forward_impl(input=input, weight=weight, bias=bias, **more, **others)  # type: ignore[misc]
         if allreduce_dgrad:
+            # Identity; its backward sums over the ranks, which the layer's own product would do.
             input = copy_to_tensor_model_parallel_region(input, group=tp_group)
         # Before positions are gathered: what is kept for the backward pass is this rank's share of them.
         low = adapter.lowered(input)
@@ -160,6 +164,7 @@ class _Adapted:
             dp_cp_group=(metadata or {}).get("dp_cp_group"),
         )
         if self.gated:
+            # Gate and up are one weight, of which each rank has a slice of both.
             parts = {name: apply_swiglu_sharded_factory(part, sharded_offsets) for name, part in parts.items()}
         return {**content, **parts}
 
@@ -175,6 +180,7 @@ def add_adapters(module: torch.nn.Module, settings: LoraSettings, name_of: dict[
         if f"{name}.weight" not in name_of or not name.startswith("decoder."):
             continue
         if wanted is None or name.rpartition(".")[2] in wanted:
+            # Norms, routers and latent attention's down projections, which tensor ranks hold whole, take none.
             if not isinstance(layer, ColumnParallelLinear | RowParallelLinear):
                 continue
             layer.adapter = Adapter(layer, settings, name_of[f"{name}.weight"])
@@ -197,6 +203,7 @@ def sum_shared_gradients(modules: Sequence[torch.nn.Module]) -> None:
     gradients: dict[dist.ProcessGroup, list[Tensor]] = {}
     for adapter in _adapters(modules):
         if adapter.group.size() > 1 and adapter.shared.requires_grad:
+            # `main_grad`: Megatron's flat buffer, into which the hooks of its DDP add.
             gradients.setdefault(adapter.group, []).append(adapter.shared.main_grad)  # type: ignore[attr-defined]
     for group, parts in gradients.items():
         whole = torch.cat([part.flatten() for part in parts])

@@ -200,12 +200,13 @@ class HfBackedModel:
             self._sharded[name] = False
             return  # a language model has no value head: it starts at zero
         if names == ("lm_head.weight",) and self.tied:
+            # The last of several stages holds a copy of the embedding as its output layer.
             names = ("model.embed_tokens.weight",)
         full = to_megatron(match.row, [self._hf.tensor(n) for n in names], self.heads)
         self._sharded[name] = full.shape != target.shape
         part = shard(match.row, full, rank=self._tensor_group(match).rank(), size=self._tensor_group(match).size())
         if not self._sharded[name]:
-            part = full
+            part = full  # a row may name a split that this layer does not make
         if part.shape != target.shape:
             raise ValueError(
                 f"{names[0]} of {self._hf.path} has shape {tuple(part.shape)}, Megatron's {name} {tuple(target.shape)}"
@@ -287,6 +288,7 @@ class HfBackedModel:
         held = list(self._held())
         kinds = [ranks.HolderKind(expert=self._match(h.name).row.is_expert, sharded=h.sharded) for h in held]
         sends = [True] * len(held)
+        # By kind, because only parameters of one kind have the same ranks to share the sending with.
         for kind in set(kinds):
             own = [i for i, other in enumerate(kinds) if other == kind]
             number, count = ranks.holders(kind)
@@ -302,6 +304,7 @@ class HfBackedModel:
         if held.adapter is None:
             return held.tensor
         match, delta = self._match(held.name), held.adapter.delta()
+        # The place in the whole tensor: the rounding of the sum must not depend on the layout.
         places = torch.arange(math.prod(self._outline(held).shape), dtype=torch.int32, device=delta.device)
         places = places.view(self._outline(held).shape)
         if held.sharded:

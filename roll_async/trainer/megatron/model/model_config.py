@@ -67,6 +67,7 @@ def transformer_config(config: HfConfig, family: Family, settings: MegatronSetti
         **({"moe_aux_loss_coeff": settings.moe_aux_loss_coeff} if settings.moe_aux_loss_coeff else {}),
         **({"attention_backend": AttnBackend.flash} if settings.flash_attention else {}),
         **settings.recompute,
+        # Last: what the user hands on replaces anything above.
         **settings.extra,
     }
     _demand_divisible(config, fields, parallel)
@@ -124,6 +125,7 @@ def _demand_divisible(config: HfConfig, fields: dict[str, object], parallel: Par
 def _set_attention_factor(config: TransformerConfig, factor: float) -> None:
     """Megatron multiplies cosines and sines by 0.1 * mscale * ln(scaling_factor) + 1, read from these attributes."""
     if factor != 1.0:
+        # ln(e) = 1, so that the formula gives 0.1 * mscale + 1 = factor.
         config.yarn_rotary_scaling_factor = math.e  # type: ignore[attr-defined]
         config.yarn_mscale = (factor - 1.0) * 10.0  # type: ignore[attr-defined]
         config.yarn_mscale_all_dim = 0.0  # type: ignore[attr-defined]

@@ -55,11 +55,13 @@ def model_flops(model: HfConfig, settings: MegatronSettings) -> ModelFlops:
             met = min(matrix.copies, model.integer("num_experts_per_tok")) if matrix.is_expert else matrix.copies
             per_token += 2 * matrix.rows * matrix.columns * met
     if model.flag("tie_word_embeddings") and not settings.with_value_head:
+        # `matrices_of` counts a tied head once, as the embedding; tokens are multiplied with it all the same.
         per_token += 2 * model.integer("vocab_size") * model.integer("hidden_size")
     if fields.get("multi_latent_attention"):
         names = ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
         widths = model.integer("num_attention_heads") * sum(int(str(fields.get(name) or 0)) for name in names)
     else:
+        # The score reads a key, the weighted sum a value, of all query heads.
         widths = 2 * HeadLayout.of(model).rows()[0]
     frozen = bool(settings.lora_rank)
     return ModelFlops(

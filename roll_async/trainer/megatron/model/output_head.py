@@ -78,6 +78,7 @@ def logprobs_of_hidden(
     found: list[tuple[Tensor, ...]] = []
     for start in range(0, len(picked), size):
         part = picked[start : start + size], words[start : start + size]
+        # A single piece fits the budget: its logits are kept. Nothing in a piece is drawn at random.
         again = torch.is_grad_enabled() and len(picked) > size
         found.append(checkpoint(piece, *part, use_reentrant=False, preserve_rng_state=False) if again else piece(*part))
 

@@ -124,6 +124,7 @@ def _padded(
     whole = _cut_at(order, costs, most_rows, limit=None)
     count = _count(-(-len(whole) // num_ranks), settings)
     num_batches = count * num_ranks
+    # No micro-batch is cheaper than its first row.
     low, high = max(costs, default=0), max((len(rows) * costs[rows[0]] for rows in whole), default=0)
     while low < high:  # the smallest cost of a micro-batch with which their number suffices
         middle = (low + high) // 2
@@ -133,6 +134,7 @@ def _padded(
             low = middle + 1
     batches = _cut_at(order, costs, most_rows, limit=high)
     while len(batches) < min(num_batches, len(order)):  # rather than filler
+        # There is one of several rows: there are fewer micro-batches than rows.
         costliest = max((rows for rows in batches if len(rows) > 1), key=lambda rows: len(rows) * costs[rows[0]])
         batches.remove(costliest)
         half = len(costliest) // 2
@@ -196,4 +198,5 @@ def _packed(
         parts = [_longest_first([rows[i] for i in part], widths) for part in parts]
         if all(sum(widths[row] for row in part) <= budget or len(part) == 1 for part in parts):
             return parts
+    # Balanced by cost, packs may be over the budget whatever their number; first fit's are not, but for one long row.
     return first_fit

@@ -103,7 +103,9 @@ class RouterReplay:
             return
         self._routed += own.numel()
         if recorded is not None:
+            # [N,K]; in any order, as the experts of a token are a set.
             same = (own[:, :, None] == recorded[:, None]).any(-1)
+            # Not in place: `begin` gives both counts the same tensor.
             self._agreed = self._agreed + same.sum()
             self._replayed = self._replayed + (recorded >= 0).sum()
 

@@ -24,5 +24,6 @@ class ValueHead(torch.nn.Module):
         """[S,B,H] (under sequence parallelism this rank's positions) to float32 [S,B,1] of all positions."""
         values = torch.nn.functional.linear(hidden, self.weight).float()
         if self._sequence_parallel:
+            # False: every rank has the whole loss, so that gradients are split, not summed.
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
         return values, None

@@ -89,6 +89,7 @@ class _Owners:
 
     def next(self, tensor: torch.Tensor) -> tuple[int, int]:
         """(owner, size of the group), the same on all of its ranks."""
+        # False marks experts, which have data-parallel groups of their own.
         loads = self._bytes[not getattr(tensor, "allreduce", True)]
         owner = loads.index(min(loads))
         loads[owner] += tensor.numel() * tensor.element_size()
@@ -122,10 +123,12 @@ class RoleCheckpoint:
         if dist.get_rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)
             (temporary / _MEGATRON).mkdir(parents=True)
+        # No rank may write before rank 0 has made the folder.
         dist.barrier()
         content, fresh = self._content(saving=True)
         content["common"] = {**self._schedule.state(), "step": step, "grad_scalers": self._grad_scalers()}
         writing = self._writing = TorchDistSave(temporary / _MEGATRON, content, background=background, fresh=fresh)
+        # By a local name: `finish` lets go of the attribute first.
         self._open = lambda: self._complete(writing, temporary, target, step, state)
         if not background:
             self.finish()
@@ -151,9 +154,12 @@ class RoleCheckpoint:
             prints |= {name: fingerprint(temporary / name) for name in rest}
             about = {"step": step, "world_size": dist.get_world_size(), DTYPE: self._dtype, LORA: self._lora}
             write_manifest(temporary, prints, about)
+            # Before the rename: after a power failure the final name must not stand for half a checkpoint.
             sync_tree(temporary)
+            # rename refuses a folder that has files.
             shutil.rmtree(target, ignore_errors=True)
             os.rename(temporary, target)
+            # The new name is on disk only with the folder around it.
             sync(target.parent)
         dist.barrier()
 
@@ -199,6 +205,7 @@ class RoleCheckpoint:
             problem = str(error)
         problems: list = [None] * dist.get_world_size()
         dist.all_gather_object(problems, problem)
+        # On every rank: one that raised alone would leave the others in the next collective call.
         for found in problems:
             if found is not None:
                 raise ValueError(found)
@@ -208,6 +215,7 @@ class RoleCheckpoint:
         """The files hold the halves of the adapters, not what they are multiplied with: another alpha would fit, and be
         another model.
         """
+        # A manifest without the entry is taken for one of the same settings.
         saved = manifest.get(LORA, self._lora)
         if saved != self._lora:
             raise ValueError(
@@ -237,6 +245,7 @@ class RoleCheckpoint:
         described = {}
         for part in nested_values(content):
             if isinstance(part, ShardedTensor | ShardedTensorFactory) and part.data is not None:
+                # A copy: the part gets an owner below, the state of the parameter one of its own.
                 described[id(part.data)] = replace(part)
                 _give(part, owners, part.data)
         optimizer: dict = {}

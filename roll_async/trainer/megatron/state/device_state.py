@@ -68,11 +68,13 @@ class DeviceState:
             self._away[kind] = _Away(slots=slots)
             for slot in slots:
                 slot.content = None if kind == "gradients" else self._copied(slot)
+        # The copies run in the background, and the memory they read is given back next.
         self._synchronize()
         for slots in held.values():
             for slot in slots:
                 slot.storage.resize_(0)
         if self._device.type == "cuda":
+            # torch's allocator would keep the memory from the other process.
             torch.cuda.empty_cache()
         return self.memory()
 
@@ -121,6 +123,7 @@ class DeviceState:
             held[kind] = []
             for tensor in parts:
                 storage = tensor.untyped_storage()
+                # Not what is away (0 bytes), nor optimizer state that optimizer_cpu_offload keeps in host memory.
                 if storage.nbytes() and storage.device.type == self._device.type and storage.data_ptr() not in seen:
                     seen.add(storage.data_ptr())
                     held[kind].append(_Slot(storage=storage, num_bytes=storage.nbytes()))
@@ -152,6 +155,7 @@ class DeviceState:
 
     def _copied(self, slot: _Slot) -> Tensor:
         """The storage's bytes in host memory; pinned memory is kept from phase to phase, its allocation is slow."""
+        # By the storage itself: its address is another after each phase.
         content = self._pinned.get(slot.storage._cdata)
         if content is None or len(content) != slot.num_bytes:
             content = torch.empty(slot.num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")

@@ -63,6 +63,7 @@ def _import_or_hide(package: str, *modules: str) -> str | None:
             importlib.import_module(module)
     except (ImportError, RuntimeError, OSError) as error:
         for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+            # Parts that did import would be found here, whatever becomes of the package.
             del sys.modules[name]
         sys.modules[package] = None  # type: ignore[assignment]  # Python's way to say: importing it fails
         return f"{package} is installed, but does not import: {type(error).__name__}: {str(error).splitlines()[0]}"

@@ -43,6 +43,7 @@ class HostState:
         for tensor in moved:
             self._buffer_of(tensor).copy_(tensor.data, non_blocking=True)
         if self._device.type == "cuda":
+            # Below the device's memory is let go: the copies must have ended.
             torch.cuda.synchronize()
         for tensor in moved:
             tensor.data = self._buffer_of(tensor)

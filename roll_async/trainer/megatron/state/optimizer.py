@@ -47,6 +47,7 @@ class GradScale:
 
     def __call__(self, x: Tensor) -> Tensor:
         scaled = self._scale_loss(x)
+        # Only the loss has a gradient: this tells the two calls apart.
         return scaled if x.requires_grad else scaled / self.step_tokens
 
 
@@ -87,6 +88,7 @@ def wrap(
         overlap_param_gather=settings.overlap_param_gather and is_distributed(settings),
         check_for_nan_in_grad=False,
     )
+    # As Megatron's own training: later chunks reduce while others compute, without buckets.
     network = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
     config.finalize_model_grads_func = sum_gradients
     if settings.overlap_grad_reduce:
@@ -112,7 +114,7 @@ def build_optimizer(
             OptimizerConfig(
                 optimizer="adam",
                 lr=settings.learning_rate,
-                min_lr=0.0,
+                min_lr=0.0,  # `Schedule` gives the rate of each step
                 weight_decay=settings.weight_decay,
                 adam_beta1=settings.beta1,
                 adam_beta2=settings.beta2,
@@ -125,7 +127,7 @@ def build_optimizer(
                 overlap_param_gather=settings.overlap_param_gather and distributed,
             ),
             list(network),
-            use_gloo_process_groups=False,
+            use_gloo_process_groups=False,  # `ranks.join` makes none
         )
     _fuse(optimizer)
     scale = GradScale(optimizer.scale_loss)

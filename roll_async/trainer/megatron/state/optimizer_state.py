@@ -51,6 +51,7 @@ class ParameterState:
         whole = torch.zeros(self.parameter.numel(), dtype=torch.float32, device=self.parameter.device)
         if own is not None:
             whole[self.start : self.start + own.numel()] = own
+        # Ranges do not overlap, and all else is 0: the sum is the whole, whatever their sizes.
         dist.reduce(whole, dst=dist.get_global_rank(self.group, owner), group=self.group)
         if self.group.rank() != owner:
             return torch.zeros((), dtype=torch.float32).expand(self.parameter.shape)
@@ -62,6 +63,7 @@ class ParameterState:
         if name == MAIN:
             return self.main
         state = self.optimizer.state.get(self.main, {})
+        # Adam makes its moments in its first step; before, they are 0.
         return state[name] if name in state else torch.zeros_like(self.main, dtype=torch.float32)
 
     def restore(self, tensors: Mapping[str, Tensor], steps: int) -> None:
@@ -94,6 +96,7 @@ def parts_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
 def parameter_states(optimizer: MegatronOptimizer) -> Iterator[ParameterState]:
     """Every trained parameter, in an order that all data-parallel ranks share."""
     for part in parts_of(optimizer):
+        # A rank without trained parameters of this kind has such a one.
         if getattr(part, "is_stub_optimizer", False):
             continue
         if isinstance(part, DistributedOptimizer):

@@ -42,6 +42,7 @@ class TorchDistSave:
         flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
         if background:
             _detach_from_training(flat, fresh)
+        # No deduplication: of each replica only the main one is in `flat`.
         self._planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
         self._writer = FileSystemWriter(str(folder), single_file_per_rank=True, sync_files=True, thread_count=1)
         self._plan(mcore_to_pyt_state_dict(flat, False))
@@ -49,6 +50,7 @@ class TorchDistSave:
         if background:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
             self._written = self._thread.submit(self._write)
+            # The thread ends with its one task.
             self._thread.shutdown(wait=False)
         else:
             self._written.set_result(self._write())

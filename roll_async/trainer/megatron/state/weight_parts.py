@@ -30,9 +30,11 @@ def hf_parts(match: Match, local: Tensor, heads: HeadLayout, *, rank: int, size:
         (name,), halves = match.hf_names, local.chunk(2)
         rows = halves[0].shape[0]
         for index, half in enumerate(halves):
+            # The HF tensor has all gates, then all ups; this rank holds a slice of each.
             start = (index * size + rank) * rows
             yield _part(name, half, Cut(dim=0, start=start, stop=start + rows), whole=2 * size * rows)
         return
+    # This rank's weight has its share of the key-value groups.
     own = replace(heads, num_groups=heads.num_groups // size)
     for name, tensor in zip(match.hf_names, to_hf(row, local, own), strict=True):
         length = tensor.shape[dim]
