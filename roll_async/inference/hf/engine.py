@@ -130,13 +130,14 @@ class HfEngine(Engine[HfTicket]):
         batching = ContinuousBatchingConfig(
             num_blocks=self._num_pages,
             page_size=_PAGE_TOKENS,
+            # A step must have room for one token of every running request.
             max_batch_tokens=max(512, settings.max_running),
             max_requests_per_batch=settings.max_running,
             per_request_processors=True,
             return_logprobs=True,
             use_async_batching=False,
             use_cuda_graph=False,
-            allow_block_sharing=False,
+            allow_block_sharing=False,  # a swap of weights empties no prefix cache here
             seed=manager_seed(settings.seed, self._num_managers),
         )
         manager = self._model.init_continuous_batching(
@@ -206,7 +207,7 @@ class HfEngine(Engine[HfTicket]):
             later = torch.full((1, 1, len(token_ids), len(token_ids)), torch.finfo(self._model.dtype).min).triu(1)
             mask = later.to(device=ids.device, dtype=self._model.dtype)
             output = self._model(input_ids=ids, attention_mask=mask, position_ids=position, use_cache=False)
-            logits = output.logits[0, :-1].float()
+            logits = output.logits[0, :-1].float()  # as the trainer's log-probs, which are of float32 logits
             found = torch.log_softmax(logits, -1).gather(-1, ids[0, 1:, None])[:, 0]
         return array("f", found.tolist())
 
@@ -247,6 +248,7 @@ class HfEngine(Engine[HfTicket]):
     def _received(self, ticket: HfTicket, output) -> None:  # noqa: ANN001 (GenerationOutput; called on the event loop)
         if ticket.finished.is_set():
             return
+        # An output holds all tokens so far, not only the new ones.
         ticket.tokens, ticket.logprobs = output.generated_tokens, output.logprobs
         if output.error is not None:
             ticket.error = str(output.error)
@@ -262,6 +264,7 @@ class HfEngine(Engine[HfTicket]):
         experts = None
         if self._recorder is not None:
             request = ticket.request
+            # The last token was sampled and never read, so no router has seen it.
             fed = len(request.prompt_token_ids) + len(tokens) - 1 if tokens else request.recorded_positions
             experts = self._recorder.take(request.request_id, fed)
         return self._completion(ticket, self._part(ticket, 0, len(tokens)), reason, experts)
@@ -330,7 +333,7 @@ class HfEngine(Engine[HfTicket]):
 
         pairs = [(name, self._targets[name], tensor) for name, tensor in tensors]
         for name, target, tensor in pairs:
-            if target.shape != tensor.shape:
+            if target.shape != tensor.shape:  # `copy_` would broadcast
                 raise RuntimeError(f"{name} has shape {tuple(target.shape)}, not {tuple(tensor.shape)}")
             target.copy_(tensor)
         if self._settings.device != "cpu":

@@ -150,6 +150,7 @@ class SglangEngine(Engine[SglangTicket]):
     async def _generate(self, ticket: SglangTicket) -> Completion:
         await self._stream(ticket)
         finish = ticket.output.get("meta_info", {}).get("finish_reason") or {"type": "abort"}
+        # Neither an abort of ours nor a pause: SGLang could not run it.
         if finish["type"] == "abort" and not ticket.aborted.is_set() and self._serving.is_set():
             raise RuntimeError(f"SGLang gave up request {ticket.request.request_id}: {finish.get('message')}")
         tokens = self._tokens(ticket, 0, len(ticket.output.get("output_ids", ())))
@@ -193,6 +194,7 @@ class SglangEngine(Engine[SglangTicket]):
             logprob_start_len=0,
         )
         output = await anext(self._manager.generate_request(wanted, None))
+        # The first token has nothing before it, so no log-prob.
         return array("f", [row[0] for row in output["meta_info"]["input_token_logprobs"][1:]])
 
     def _tokens(self, ticket: SglangTicket, start: int, end: int) -> Tokens:
@@ -298,6 +300,7 @@ class SglangEngine(Engine[SglangTicket]):
             await self._session.open()
             await self._session.load(self._incoming.staged)
         await self._session.close()
+        # Else kept requests hold the cache (see `_halt`), and no prefix in it is shared.
         if self._settings.enable_prefix_caching or not self._tickets:
             flushed = await self._manager.flush_cache()
             if not flushed.success:

@@ -69,7 +69,7 @@ class InProcessLLM:
                 try:
                     while True:
                         self._inbox.get(block=idle)()
-                        idle = False
+                        idle = False  # it may have brought a request: take what else is there, then step
                 except queue.Empty:
                     pass
                 if not self._paused and not self._closed and self._engine.has_unfinished_requests():
@@ -134,7 +134,7 @@ class InProcessLLM:
     async def abort(self, request_ids: Iterable[str], internal: bool = False) -> None:
         """Abort these requests; their outputs hold all tokens sampled so far."""
         ids = list(request_ids)
-        if self._dead is None:
+        if self._dead is None:  # all requests of a dead core have ended
             await self._call(lambda: self._engine.abort_request(ids, internal))
 
     # Control
@@ -175,4 +175,4 @@ class InProcessLLM:
             self._engine.engine_core.shutdown()
 
         self._inbox.put(end)
-        self._thread.join(timeout=30)
+        self._thread.join(timeout=30)  # a step that hangs must not keep the process from its end

@@ -139,7 +139,7 @@ class WriteRecorder(TorchDispatchMode):
         if source is None:  # vLLM makes no second tensor of a bias, and so loads it twice
             return address != 0 and before is not None and before.address == address
         self._writes[layer, parameter, target] = _Noted(self._name, address, source)
-        return before is None or before.name == self._name
+        return before is None or before.name == self._name  # of two tensors for one place the order would decide
 
     def places(self) -> WeightWritePlan | None:
         """What was noted; None when something cannot be repeated."""
@@ -175,7 +175,7 @@ class WeightWritePlan:
                 raise RuntimeError(f"{name} {list(tensor.shape)} {tensor.dtype} was not in the push before")
             layers = _layers(known)
             for layer in layers:
-                if self._left[layer] == self._expected[layer]:
+                if self._left[layer] == self._expected[layer]:  # its first tensor: until now it has no memory
                     materialize_layer(layer, get_layerwise_info(layer))
             self.write(name, tensor)
             self._left.subtract(layers)
