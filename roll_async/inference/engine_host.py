@@ -219,6 +219,7 @@ class EngineHost:
             for task in left:
                 task.cancel()
             if left:
+                # With a limit: what ignores its cancellation must not hold up the abort.
                 await asyncio.wait(left, timeout=_ABORT_AGAIN_S)
 
     async def pause(self, mode: PauseMode) -> None:

@@ -85,6 +85,7 @@ def traffic(
     tensors = list(tensors)
     num_layers = 1 + max((int(found[1]) for t in tensors if (found := _LAYER.search(t.name))), default=0)
     sent = [[0] * engine.tensor for _ in range(pipeline)]
+    # Layers are alike: one of each kind is computed, which is thousands of times fewer with experts.
     alike = Counter(
         (_stage(t.name, num_layers, pipeline), _NUMBER.sub(".0", t.name), t.shape, t.element_bytes) for t in tensors
     )

@@ -23,6 +23,7 @@ from roll_async.weight_sync.digest import Digest, flat_bytes
 from roll_async.weight_sync.layout import Cut, EngineLayout, Fragment, fragments, needed_elements
 from roll_async.weight_sync.transport.transports import RECEIVERS, SENDERS
 
+# A view of bytes as a dtype must begin at a multiple of its size; 16 is one for every dtype.
 ALIGNMENT = 16
 """Bytes: every tensor of a block begins at a multiple."""
 
@@ -249,6 +250,7 @@ class Receiver:
         """
         self._plan, self._reader, self._rank, self._keeps_memory = plan, reader, rank, keeps_memory
         self._kept, self._owns_memory = kept, owns_memory
+        # Changes on top of another base would give a wrong model, and only the digest would tell.
         if not kept.begin(plan) and plan.base is not None:
             raise RuntimeError(f"export {plan.export} holds what changed since export {plan.base}, which is not held")
         if plan.content is not Content.ADAPTERS:
@@ -313,6 +315,7 @@ def _assembled(pieces: _Pieces) -> Tensor:
     slot, tensor = pieces[0]
     if slot.cut is None:
         return tensor
+    # Not zeros: host memory that is never touched takes no pages.
     whole = torch.empty(slot.shape, dtype=tensor.dtype, device=tensor.device)
     for part, values in pieces:
         assert part.cut is not None
@@ -364,8 +367,8 @@ def open_receiver(plan: UpdatePlan, kept: LastExport, *, rank: int = 0) -> Recei
         reader,
         kept,
         rank=rank,
-        keeps_memory=plan.transport in STAGED,
-        owns_memory=plan.transport == "gloo",
+        keeps_memory=plan.transport in STAGED,  # a device's buffer is filled again by the block after next
+        owns_memory=plan.transport == "gloo",  # received here; a mapped file belongs to the sender
     )
 
 

@@ -295,6 +295,7 @@ class HfEngine(Engine[HfTicket]):
         for ticket in running:
             self._manager.cancel_request(ticket.request.request_id)
         if running:
+            # A cancelled request may still be in the step under way.
             await asyncio.to_thread(self._end_of_step)
         for ticket in tickets:
             ticket.finished.set()

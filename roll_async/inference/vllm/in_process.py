@@ -87,6 +87,7 @@ class InProcessLLM:
         """Run in the thread between two steps; its result, or its error."""
         future: asyncio.Future[T] = self._loop.create_future()
 
+        # The future belongs to the event loop's thread; its caller may be cancelled by then.
         def settle(set_it: Callable[..., None], value: object) -> None:
             self._loop.call_soon_threadsafe(lambda: None if future.done() else set_it(value))
 

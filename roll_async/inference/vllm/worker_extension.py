@@ -96,6 +96,7 @@ class WeightUpdateExtension:
             self._roll_receiver.committed()
         self._roll_give_up()
         if missing:
+            # Raised last: this worker is at rest already, and takes the next attempt.
             raise RuntimeError(f"weight update is incomplete: {len(missing)} layers lack tensors, first {missing[0]}")
 
     def roll_start_adapter(self) -> None:

@@ -91,7 +91,7 @@ class _Published:
     def chunks(self, segments: _Segments) -> Iterator[tuple[Tensor, int]]:
         """(bytes, end of them in `data`) of the wanted segments."""
         for whole, own in _steps(segments):
-            begin, end = whole if self.segments is None else own
+            begin, end = whole if self.segments is None else own  # a relay holds its segments without the gaps
             yield self.data[begin:end], end
 
 
@@ -104,6 +104,7 @@ class LinkServer:
         self._addresses: dict[str, str] = {}
         self._changed = threading.Condition()
         host = reachable_host()
+        # One for all links: the groups are told apart by the prefix of their keys.
         self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_GROUP_TIMEOUT)
         self._listener = socket.create_server((host, 0), backlog=128)
         self.address = f"{host}:{self._listener.getsockname()[1]}"
@@ -146,6 +147,7 @@ class LinkServer:
                     channel.write({"address": self._address_of(request["address_of"])})
                 elif "address" in request:
                     with self._changed:
+                        # The trainer knows all replicas of a push, so it is where they find each other.
                         self._addresses[request["of"]] = request["address"]
                         self._changed.notify_all()
                 else:
@@ -174,6 +176,7 @@ class LinkServer:
             if request["waits"]:
                 self._changed.wait_for(lambda: request["key"] in self._blocks, timeout=_UPSTREAM_WITHIN_S)
             block = self._blocks.get(request["key"])
+        # A relay has its own rank's segments only, and cannot serve others.
         if block is None or block.segments not in (None, segments):
             channel.signal(_FAILED)
             return
@@ -181,6 +184,7 @@ class LinkServer:
             if not block.wait(end):
                 channel.signal(_FAILED)
                 return
+            # Only now: a receive that is begun blocks its device until the sender's part comes.
             channel.signal(_READY)
             with self._medium.transfer_stream():
                 group.send([chunk], _RECEIVE, 0).wait()
@@ -206,6 +210,7 @@ class LinkWriter:
 
     def write(self, index: int, planned: PlannedBlock, num_bytes: int) -> tuple[str, Tensor]:
         gone = self._keys if index == 0 else self._keys[: index - _NUM_BUFFERS + 1]
+        # Before their buffer is filled again: a late receiver must not get a mixture of two blocks.
         self._server.withdraw(gone)
         if index == 0:
             self._keys = []
@@ -216,7 +221,7 @@ class LinkWriter:
         pack(planned, data)
         self._medium.synchronize()  # the serving threads send on streams of their own
         block = _Published(data[:num_bytes], segments=None)
-        block.ready = num_bytes
+        block.ready = num_bytes  # whole from the start, unlike a relay's
         key = uuid.uuid4().hex
         self._keys.append(key)
         self._server.publish(key, block)
@@ -241,6 +246,7 @@ class LinkReader:
         if not segments:
             return
         address, key = block.location.rsplit("/", 1)
+        # Kept for the whole update: making a group of two ranks is a rendezvous of its own.
         source = self._link(address)
         if self._server is None and self._plan.replica:
             self._join_chain(source)
@@ -349,6 +355,7 @@ class _ControlChannel:
     """JSON messages and single-byte signals over a socket."""
 
     def __init__(self, link: socket.socket) -> None:
+        # Signals are single bytes, which Nagle's algorithm would hold back.
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._link, self._file = link, link.makefile("rb")
 
@@ -358,7 +365,7 @@ class _ControlChannel:
     def read(self) -> dict | None:
         """None when the other side closed the connection."""
         line = self._file.readline()
-        return json.loads(line) if line.endswith(b"\n") else None
+        return json.loads(line) if line.endswith(b"\n") else None  # a broken connection may leave half a line
 
     def signal(self, byte: bytes) -> None:
         self._link.sendall(byte)
@@ -431,7 +438,7 @@ def reachable_host() -> str:
 
 def _close_socket(link: socket.socket) -> None:
     try:
-        link.shutdown(socket.SHUT_RDWR)
+        link.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads from it; `close` alone does not
     except OSError:
         pass  # the other side has closed it already
     link.close()

@@ -54,7 +54,7 @@ class MappedFile:
                 raise
             finally:
                 os.close(handle)
-        return torch.frombuffer(self._map, dtype=torch.uint8)
+        return torch.frombuffer(self._map, dtype=torch.uint8)  # keeps the mapping alive
 
     def close(self) -> None:
         """Remove the file; existing mappings of it stay valid."""
@@ -111,6 +111,7 @@ class FileReader:
         if not any(rank in slot.ranks for slot in block.slots):
             return
         with open(block.location, "rb") as file:
+            # Of this size: a file that served larger blocks before is longer.
             mapped = mmap.mmap(file.fileno(), block.num_bytes, access=mmap.ACCESS_COPY)
         yield from unpack(block, torch.frombuffer(mapped, dtype=torch.uint8), rank)
 
