@@ -26,6 +26,7 @@ LOOPBACK = "127.0.0.1"
 _NAMES_FREE_WITHIN_S, _NAMES_POLL_S = 30.0, 0.1
 _ANSWERS_WITHIN_S = 10.0
 """How long a cluster may take to accept a connection; Ray alone tries for minutes and tells nobody."""
+# For shares of batches; weights travel past it. Ray alone would take 30 % of the memory.
 _EMBEDDED_OBJECT_STORE_BYTES = 512 << 20
 _SINGLE_HOST_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """With 0, Ray expects a single machine and binds every port to loopback, on Linux too."""
@@ -119,12 +120,13 @@ def _connect(address: str | None, runtime_env: dict[str, dict[str, str]], num_pr
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(pretended)))  # Ray offers no others
         ray.init(
             address="local",
+            # A process asks for one CPU: with fewer cores than roles the last would wait for ever.
             num_cpus=max(num_processes, os.cpu_count() or 1),
             num_gpus=pretended or None,
             include_dashboard=False,
             object_store_memory=_EMBEDDED_OBJECT_STORE_BYTES,
             runtime_env=runtime_env,
-            log_to_driver=False,
+            log_to_driver=False,  # roles have files of their own, see role_log.py
             logging_level=logging.WARNING,
         )
         logger.info("started Ray on this machine (%s)", ray.get_runtime_context().get_node_id()[:8])

@@ -236,6 +236,7 @@ class EngineHost:
         # They count as held: a caller would take one that is neither running nor told for lost.
         ended = (*(c.request_id for c in self._completions), *(i for i, _ in self._failures))
         if (now := asyncio.get_running_loop().time()) >= self._peak_due_s:
+            # Not at every report: it reads /proc of every process of the replica.
             self._peak_bytes, self._peak_due_s = self._measure_memory(), now + PROGRESS_INTERVAL_S
         return replace(self._engine.load(), held=frozenset((*self._tasks, *ended)), peak_bytes=self._peak_bytes)
 

@@ -49,6 +49,7 @@ def end_with_owner() -> None:
                 os.kill(parent, signal.SIGKILL)
         os._exit(1)  # sys.exit would end this thread alone
 
+    # A daemon: a worker that ends by itself does not wait for its owner.
     threading.Thread(target=follow, name="end with owner", daemon=True).start()
 
 

@@ -22,9 +22,9 @@ class ReplicaStarter:
     ) -> None:
         """`pool`: of the run; its devices stay reserved for the replicas of the config while those are gone."""
         self._config, self._pool = config, pool
-        stack.push_async_callback(self._close)
+        stack.push_async_callback(self._close)  # before the first start: one that fails leaves others to be closed
         self._of_config = list(placements)
-        self._num_training = len(placements) - config.num_validation_replicas
+        self._num_training = len(placements) - config.num_validation_replicas  # those of the validation are the last
         self._places = {replica_name(p.index): (p, pool) for p in placements}
         self._clients: dict[str, RayEngineClient] = {}
         self.one_host: str | None = None
@@ -71,7 +71,7 @@ class ReplicaStarter:
         """A new process; what is left of the one before goes first. Raises ValueError where weights do not reach."""
         (place, pool), role, after = self._places[name], self._config.actor_infer, ()
         if (before := self._clients.get(name)) is not None:
-            before.kill()
+            before.kill()  # it may hang and hold its devices, though it counts as lost
             after = before.processes
         spec = EngineSpec(
             strategy=role.strategy_args.strategy_name,

@@ -135,7 +135,7 @@ class RoleStarter:
         Raises ValueError for what the user can fix, RoleFailed for what a role reports.
         """
         await self._pool.reserve(self._config.fault.stall_timeout)
-        self._stack.callback(self._pool.release)
+        self._stack.callback(self._pool.release)  # first, so the last to close: processes end before their nodes go
         with shared_folders(_written(self._config)) as folders:
             if sharing := [name for name in roles_on_engine_devices(self._config) if name in self._placements.training]:
                 if rollout_log_files is not None:

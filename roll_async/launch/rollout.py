@@ -223,6 +223,7 @@ def held_out_of(config: RLVRConfig) -> Mapping[str, Sequence[Prompt]]:
 def _prompts_of_set(config: RLVRConfig, data: DataArguments) -> list[Prompt]:
     # Validation may use a part of the domains: AIME alone for a run over mathematics and code.
     held_out = load_prompts(data_options(config, data), every_domain=False)
+    # One epoch: with fewer rows than val_batch_size no prompt is asked twice.
     stream = ShuffledPrompts(judged(held_out, config.loss_parts), seed=config.seed, num_epochs=1)
     prompts = (stream.at(i) for i in range(config.val_batch_size))
     return [p for p in prompts if p is not None]

@@ -34,6 +34,7 @@ from roll_async.observe.run_record import FolderLock, RunRecord, next_abandoned,
 logger = logging.getLogger(__name__)
 C = TypeVar("C", bound=PipelineConfig)
 
+# SQLite's files beside the database: what was committed last may be in the log alone.
 _LEDGER_FILES = ("", "-wal", "-shm")
 
 
@@ -110,7 +111,7 @@ def go_back(config: PipelineConfig, folder: RunFolder, step: int) -> bool:
     for suffix in _LEDGER_FILES if later else ():
         if (part := Path(f"{ledger}{suffix}")).is_file():
             into.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(part, into / part.name)
+            shutil.copy2(part, into / part.name)  # a copy: the run goes on with the ledger itself
     folder.leave_behind(step, into)
     folder.update_record(branch=folder.record.branch + 1)
     logger.warning("the run goes back to step %d; what it made of later steps is in %s", step, into)

@@ -35,7 +35,7 @@ async def _follow(requests: ReplicaRequests, engines: Engines, starter: ReplicaS
             if (request := requests.take()) is not None:
                 text, refused = obey(request, engines, starter, queue)
                 requests.answer(request, text, refused=refused)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError) as error:  # a broken request must not end the run
             logger.warning("a request for replicas can not be read or answered: %s: %s", type(error).__name__, error)
 
 

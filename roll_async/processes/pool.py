@@ -184,7 +184,7 @@ class ProcessPool:
         self._spare = None
         for task in starting:
             task.cancel()
-        await asyncio.gather(*starting, return_exceptions=True)
+        await asyncio.gather(*starting, return_exceptions=True)  # no start that fails now is of interest
         for process in list(self._processes):
             self.end(process)
         while self._ending:
@@ -310,7 +310,7 @@ class _Template:
             await self._end()
 
     async def _ask(self, message: bytes, end: socket.socket | None = None) -> bytes:
-        async with self._asking:
+        async with self._asking:  # one question at a time: answers have no number
             try:
                 if self.closed:
                     raise OSError("closed while this question waited")

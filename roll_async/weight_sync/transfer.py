@@ -142,6 +142,7 @@ def _pieces(part: TensorPart, layout: EngineLayout, block_bytes: int) -> Iterato
     for fragment in fragments(layout, part.name, part.shape, part.cut):
         tensor, cut = part.tensor, fragment.cut
         if cut is not None and cut != part.cut:
+            # A fragment's cut counts from the whole tensor, this rank's memory from its own part.
             begin = 0 if part.cut is None else part.cut.start
             tensor = tensor.narrow(cut.dim, cut.start - begin, cut.stop - cut.start)
         num_bytes = tensor.numel() * tensor.element_size()

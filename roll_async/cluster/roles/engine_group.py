@@ -85,6 +85,7 @@ class EngineCalls(Replica, Protocol):
     async def memory(self) -> EngineMemory: ...
 
 
+# Ray would restart an actor without its model; the supervisor starts replicas again itself.
 @ray.remote(max_restarts=0)
 @served({"_host": RequestTraffic, "_engine": TakesWeights})
 class EngineReplica:
@@ -255,7 +256,7 @@ class RayEngineClient(Proxy, EngineCalls):
         try:
             if self._broken is not None:
                 await asyncio.wait((collecting, self._broken), return_when=asyncio.FIRST_COMPLETED)
-                if not (collecting.done() or self._broken.cancelled()):
+                if not (collecting.done() or self._broken.cancelled()):  # a report that came first is not lost
                     await self._broken
             return await collecting
         finally:

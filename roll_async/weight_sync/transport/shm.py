@@ -70,6 +70,7 @@ class FileWriter:
         fallback = Path(tempfile.gettempdir())
         self._folders = list(folders or dict.fromkeys((shared_folder(), fallback)))
         marker = os.environ.get("ROLL_ASYNC_RUN", "solo")
+        # `cluster/reaper.py` removes files that begin with prefix and marker, so this is their order.
         self._stem = f"{FILE_PREFIX}{marker}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._files: list[MappedFile] = []
 
