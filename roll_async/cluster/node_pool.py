@@ -114,6 +114,7 @@ class NodePool:
         most, there = _resources()
         kind, each = ("GPU", sum(len(part.gpu_ids) for part in like.parts)) if like.gpu_ids else ("CPU", 1)
         used = sum(len(need.gpu_ids) for need in self._needs) if like.gpu_ids else self._num_cpu_processes
+        # What there is, or what an autoscaler may bring it to.
         have = max(sum(resources.get(kind, 0) for resources in there), most.get(kind, 0))
         if used + num_processes * each > have:
             raise ValueError(

@@ -73,7 +73,7 @@ def main() -> None:
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     folders = [line.strip() for line in sys.stdin if line.strip()]  # blocks until the driver's end
-    psutil.wait_procs(marked_processes(marker, folders), timeout=_GRACE_S)
+    psutil.wait_procs(marked_processes(marker, folders), timeout=_GRACE_S)  # most end by themselves
     # Again and again: one of them may start another while the rest are being ended.
     while left := marked_processes(marker, folders):
         for process in left:

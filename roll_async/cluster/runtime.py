@@ -73,11 +73,12 @@ def ray_runtime(*, num_processes: int, env: dict[str, str]) -> Iterator[RuntimeI
         _must_answer(address)
     found = {FOLDERS_VARIABLE: os.environ.get(FOLDERS_VARIABLE, "")}
     runtime_env = {"env_vars": {"PYTHONPATH": _python_path(), **found, **env}}
+    # The reaper is outermost: it ends what Ray's own shutdown leaves behind.
     with reaper() as add_folder, _settings_put_back():
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         _connect(address, runtime_env, num_processes)
-        if not address:
+        if not address:  # in the session of a joined cluster other runs have files open, too
             add_folder(str(session_folder()))
         try:
             yield RuntimeInfo(embedded=not address)
@@ -171,4 +172,5 @@ def _python_path() -> str:
     """The package must be importable in role processes also when it runs from a checkout."""
     root = str(Path(__file__).resolve().parents[2])
     inherited = os.environ.get("PYTHONPATH", "")
+    # Absolute: a worker starts in another folder.
     return os.pathsep.join([root, *(os.path.abspath(folder) for folder in inherited.split(os.pathsep) if folder)])

@@ -59,6 +59,7 @@ class ReplicaStarter:
             return
         first, index = self._of_config[0], int(name.rpartition("-")[2])
         own, *further = [
+            # Ids within a pool of its own: they need not differ from those of the run's.
             replace(part, index=index, node=node, gpu_ids=tuple(range(len(part.gpu_ids))), further=())
             for node, part in enumerate(first.parts)
         ]
@@ -97,7 +98,7 @@ class ReplicaStarter:
         place, pool = self._places.get(name, (None, self._pool))
         if pool is not self._pool:
             pool.release()
-            del self._places[name]
+            del self._places[name]  # it is reserved anew, maybe elsewhere, if it is asked for again
             self._clients.pop(name, None)
 
     async def _close(self) -> None:

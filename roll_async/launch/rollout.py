@@ -284,7 +284,7 @@ def _transport(config: PipelineConfig, hosts: Set[str]) -> str:
         return "gloo"
     name, reason = choose_transport(
         config.weight_sync.transport,
-        trainer_devices=None if pretended else config.actor_train.device_mapping,
+        trainer_devices=None if pretended else config.actor_train.device_mapping,  # pretended ones compute on the CPU
         engine_devices=None if pretended else config.actor_infer.device_mapping,
         num_gpus_per_node=config.num_gpus_per_node,
         front_end=needs_front_end(config),

@@ -68,7 +68,7 @@ def open_run(config: C) -> tuple[C, RunFolder, list[str]]:
     adopts = is_here and whose is None
     notices: list[str] = []
     if not adopts and not (former is not None and (wanted == "latest" or (is_here and whose == run.run_id))):
-        _require_unshared(checkpoints, former)
+        _require_unshared(checkpoints, former)  # refused before anything is moved
         moved = _move_former(config, former)
         notices, source = [] if moved is None else [moved[1]], _followed(source, path, moved and moved[0])
         parent = None if source is None else {"run_id": whose, "checkpoint": str(source)}
@@ -81,6 +81,7 @@ def open_run(config: C) -> tuple[C, RunFolder, list[str]]:
     if adopts and source is not None:
         adopt(source, run.run_id)
         notices.append(f"{source} had no run id; it is one of run {run.run_id} now")
+    # Of the run, not of this start: a resumed run must render its prompts as before.
     return replace(config, template_time=config.template_time or run.started), folder, notices
 
 

@@ -44,7 +44,7 @@ def obey(request: ReplicaRequest, engines: Engines, starter: ReplicaStarter, que
     found: list[str] = []
     try:
         if request.replicas is not None:
-            starter.refuse(request.replicas)
+            starter.refuse(request.replicas)  # first, so that a refusal has changed nothing
         if request.max_queue_size is not None:
             queue.resize(request.max_queue_size)
             found.append(f"max_queue_size {request.max_queue_size}")

@@ -114,12 +114,13 @@ def _differing(old: Tensor, new: Tensor) -> Tensor | None:
 
 def _gaps(places: Tensor) -> Tensor:
     """How many values lie before each, after the place before."""
+    # -1 as the place before the first: its gap counts from the start of the piece.
     return torch.diff(places, prepend=places.new_tensor([-1])) - 1
 
 
 def _bridged(places: Tensor, gaps: Tensor) -> Tensor:
     """`places` with so many more before each that no gap is too long."""
-    steps = gaps // _STRIDE + 1
+    steps = gaps // _STRIDE + 1  # places that stand for this one: itself, and one more for each 256 of its gap
     number = torch.arange(int(steps.sum())) - (steps.cumsum(0) - steps).repeat_interleave(steps)
     before = (places - gaps - 1).repeat_interleave(steps)
     return torch.minimum(before + (number + 1) * _STRIDE, places.repeat_interleave(steps))
@@ -131,6 +132,7 @@ def _apply(changes: Tensor, whole: Tensor, slot: TensorSlot) -> None:
     # Each change is a value and one byte of its gap.
     size = changes.numel() // slot.num_values - 1
     values, gaps = changes.split([slot.num_values * size, slot.num_values])
+    # long: sums of bytes exceed a byte.
     places = (gaps.long() + 1).cumsum(0) - 1
     target = whole.view(_WORDS[size])
     if places[-1] >= target.numel():  # ascending, so the last one is the largest

@@ -93,6 +93,7 @@ def traffic(
         for rank in range(engine.tensor):
             kept = engine.kept(name, shape, rank)
             sent[stage][rank] += count * math.prod(shape if kept is None else kept.of(shape)) * element_bytes
+    # trainer_ranks / pipeline ranks share what the largest stage sends.
     most = math.ceil(max(map(sum, sent)) * pipeline / trainer_ranks)
     return Traffic(
         model_bytes=sum(tensor.num_bytes for tensor in tensors),

@@ -210,7 +210,7 @@ class BlockSender:
         """Publish the next block; None when this rank has sent all of its own."""
         planned = next(self._planned, None)
         if planned is None:
-            self.kept.complete(self.plan)
+            self.kept.complete(self.plan)  # only now: nothing may build on an export that broke off
             return None
         index, self._index = self._index, self._index + 1
         num_bytes = size_of(planned)
@@ -219,7 +219,7 @@ class BlockSender:
             whole = data[slot.offset : slot.offset + slot.num_bytes] if slot.num_values is None else self.kept[slot]
             piece = self._digest.of(slot, whole)
             for rank in slot.ranks:
-                self.sent[rank] += piece
+                self.sent[rank] += piece  # `of_trainer` takes the modulus of the sum
                 self.kept.frozen.add(slot, piece, rank)
         return Block(
             source=self._source, slots=tuple(slot for slot, _ in planned), num_bytes=num_bytes, location=location

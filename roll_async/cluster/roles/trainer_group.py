@@ -234,6 +234,7 @@ class RayTrainerGroup:
         user can fix, StallError when they do not come up in time.
         """
         if embedded:
+            # All ranks are on this machine, so none of their ports need be open to others.
             env = {**env, "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         ranks: list[ActorHandle] = []
         for p in placements:

@@ -108,6 +108,7 @@ class HfEngine(Engine[HfTicket]):
         if settings.record_experts:
             from roll_async.inference.hf.experts import ExpertRecorder
 
+            # A function: another manager takes its place when truncation is switched on, and after a sleep.
             self._recorder = ExpertRecorder(self._model, lambda: self._manager)
         self._manager = self._new_manager()
 
@@ -217,7 +218,7 @@ class HfEngine(Engine[HfTicket]):
         try:
             await self._idle.wait()
             self._truncating = True
-            await asyncio.to_thread(self._manager.stop, True)
+            await asyncio.to_thread(self._manager.stop, True)  # True: until its thread has ended
             self._manager = await asyncio.to_thread(self._new_manager)
         finally:
             self._settled.set()

@@ -90,7 +90,7 @@ class SglangEngine(Engine[SglangTicket]):
 
         try:
             self._engine = sglang.Engine(**arguments, custom_sigquit_handler=leave_failures_to_the_start)
-        except TypeError as error:
+        except TypeError as error:  # an argument that `sglang.Engine` does not have
             raise ValueError(f"strategy_config.extra: {error}") from error
         self._manager = self._engine.tokenizer_manager
         self._manager.signal_handler_class = self._signals
@@ -235,7 +235,7 @@ class SglangEngine(Engine[SglangTicket]):
         while left := [ticket for ticket in left if not ticket.done.is_set()]:
             for ticket in left:
                 state = self._manager.rid_to_state.get(ticket.wire_id)
-                if state is not None:
+                if state is not None:  # else it is on its way to SGLang: the next round finds it
                     state.abort_sent = (
                         False  # SGLang sends it once, and loses it where the scheduler has no request yet
                     )

@@ -140,6 +140,7 @@ class VllmEngine(Engine[VllmTicket]):
         rows = None if output is None else output.prompt_logprobs
         if not rows:
             raise RuntimeError("the replica was paused before it had scored")
+        # The first token has nothing before it, so no log-prob.
         return array("f", [(row or {})[token].logprob for row, token in zip(rows[1:], token_ids[1:], strict=True)])
 
     def _so_far(self, ticket: VllmTicket, start: int) -> Tokens | None:

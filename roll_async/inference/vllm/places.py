@@ -56,6 +56,7 @@ class _Write:
     source: _Region | float
 
     def repeat(self, tensor: Tensor) -> None:
+        # By name: a reload gives the layer other parameter objects.
         target = self.target.within(getattr(self.layer, self.parameter).data)
         if isinstance(self.source, _Region):
             target.copy_(self.source.within(tensor))
@@ -106,13 +107,13 @@ class WriteRecorder(TorchDispatchMode):
         for self._name, self._tensor in tensors:
             self._tensors[self._name] = self._tensor.shape, self._tensor.dtype
             yield self._name, self._tensor
-        self._tensor = torch.empty(0)
+        self._tensor = torch.empty(0)  # what is written after this is no part of a pushed tensor
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204 (torch's signature)
         if func._schema.is_mutable and not self._unknown:
             given = [leaf for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, Tensor)]
             if any(_storage(tensor) in self._owners for tensor in given) and not self._noted(func, args):
-                self._unknown = f"{func} with {self._name}"
+                self._unknown = f"{func} with {self._name}"  # one such write is enough to leave all pushes to vLLM
         return func(*args, **(kwargs or {}))
 
     def _noted(self, func: torch._ops.OpOverload, args: tuple) -> bool:

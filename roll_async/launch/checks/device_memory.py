@@ -179,7 +179,7 @@ def _engine(role: WorkerConfig, device_bytes: int) -> EngineBytes:
     settings = MegatronSettings(
         model_folder="",
         dtype=role.model_args.dtype,
-        parallel=ParallelSizes(tensor=ranks, pipeline=stages, expert_tensor=ranks),
+        parallel=ParallelSizes(tensor=ranks, pipeline=stages, expert_tensor=ranks),  # experts are cut as well
     )
     weights = rank_memory(model, settings, ranks * stages).weights
     if engine.quantization == "fp8":  # a byte a value instead of two

@@ -165,7 +165,7 @@ def _devices(config: PipelineConfig) -> Iterator[str]:
     try:
         transport_of(config)
     except ValueError as error:
-        yield str(error).replace("weight_sync.transport ", "weight_sync.transport: ", 1)
+        yield str(error).replace("weight_sync.transport ", "weight_sync.transport: ", 1)  # a key, for `_keyed`
     engines = config.actor_infer
     if engines.device_mapping is None:
         return

@@ -152,7 +152,7 @@ class LinkServer:
                         self._changed.notify_all()
                 else:
                     if group is None:
-                        name = uuid.uuid4().hex
+                        name = uuid.uuid4().hex  # two links must not meet in one group
                         channel.write({"store": f"{self._store.host}:{self._store.port}", "name": name})
                         group = self._medium.group(dist.PrefixStore(name, self._store), _SEND, _GROUP_TIMEOUT)
                     self._send(channel, group, request)
@@ -191,7 +191,7 @@ class LinkServer:
 
     def close(self) -> None:
         """Close all links and serve nothing more."""
-        self._closed = True
+        self._closed = True  # first: `_accept` tells by it whether the listener was closed or failed
         _close_socket(self._listener)  # wakes `accept`
         for link in list(self._links):
             _close_socket(link)
@@ -248,7 +248,7 @@ class LinkReader:
         address, key = block.location.rsplit("/", 1)
         # Kept for the whole update: making a group of two ranks is a rendezvous of its own.
         source = self._link(address)
-        if self._server is None and self._plan.replica:
+        if self._server is None and self._plan.replica:  # with the first block the trainer's address is known
             self._join_chain(source)
         memory = torch.empty(_num_bytes(segments), dtype=torch.uint8, device=self._medium.device)
         published = _Published(memory, segments)
@@ -259,7 +259,7 @@ class LinkReader:
                 self._server.withdraw(self._keys[: -_NUM_BUFFERS * len(self._links)])  # a link per trainer rank
         try:
             if not self._pull_from_upstream(key, published):
-                source.pull(key, published, waits=False)
+                source.pull(key, published, waits=False)  # the trainer published it before it announced it
         except BaseException:  # also at the end of the process: relays must not wait for bytes that will not come
             published.advance(0, failed=True)
             raise
@@ -272,7 +272,7 @@ class LinkReader:
         try:
             self._upstream.pull(key, published, waits=True)
         except (RuntimeError, OSError) as error:
-            reason = str(error).splitlines()[0]
+            reason = str(error).splitlines()[0]  # torch's errors go on with a stack of C++
             logger.warning(
                 "Parameter sync: %s pulls from the trainer instead of its upstream replica: %s", self._own_name, reason
             )
@@ -385,11 +385,11 @@ def _segments(block: Block, rank: int) -> _Segments:
         if rank not in slot.ranks:
             continue
         stop = slot.offset + slot.num_bytes
-        if segments and slot.offset - segments[-1][1] < ALIGNMENT:
+        if segments and slot.offset - segments[-1][1] < ALIGNMENT:  # the padding between two goes along
             segments[-1] = (segments[-1][0], stop)
         else:
             segments.append((slot.offset, stop))
-    return [(start, stop) for start, stop in segments if stop > start]
+    return [(start, stop) for start, stop in segments if stop > start]  # an empty tensor has no bytes
 
 
 def _steps(segments: _Segments) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
@@ -400,7 +400,7 @@ def _steps(segments: _Segments) -> Iterator[tuple[tuple[int, int], tuple[int, in
             end = min(begin + CHUNK_BYTES, stop)
             yield (begin, end), (at, at + end - begin)
             at += end - begin
-        at = -(-at // ALIGNMENT) * ALIGNMENT
+        at = -(-at // ALIGNMENT) * ALIGNMENT  # tensors must begin at a multiple here, too
 
 
 def _num_bytes(segments: _Segments) -> int:
@@ -417,6 +417,7 @@ def _unpacked(block: Block, rank: int, segments: _Segments, data: Tensor) -> Ite
     moved = []
     for slot in block.slots:
         if rank in slot.ranks:
+            # 0 for an empty slot, which lies in no segment.
             shift = next((by for start, stop, by in shifts if start <= slot.offset < stop), 0)
             moved.append(slot if not shift else replace(slot, offset=slot.offset + shift))
     yield from unpack(replace(block, slots=tuple(moved)), data, rank)

@@ -68,7 +68,7 @@ class FileWriter:
 
     def __init__(self, folders: tuple[Path, ...] | None = None) -> None:
         fallback = Path(tempfile.gettempdir())
-        self._folders = list(folders or dict.fromkeys((shared_folder(), fallback)))
+        self._folders = list(folders or dict.fromkeys((shared_folder(), fallback)))  # once, where they are the same
         marker = os.environ.get("ROLL_ASYNC_RUN", "solo")
         # `cluster/reaper.py` removes files that begin with prefix and marker, so this is their order.
         self._stem = f"{FILE_PREFIX}{marker}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
@@ -95,7 +95,7 @@ class FileWriter:
                     raise ValueError(
                         f"weight sync: {reason}; it must hold one copy of the weights: enlarge it (docker: --shm-size)"
                     ) from error
-                self._folders.pop(0)
+                self._folders.pop(0)  # for all later blocks, too: it stays full
                 logger.warning("weight sync: %s; continuing in %s", reason, self._folders[0])
                 self._files[index] = MappedFile(self._folders[0] / f"{self._stem}-{index}")
 
