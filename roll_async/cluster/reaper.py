@@ -60,7 +60,7 @@ def marked_processes(marker: str, folders: Sequence[str]) -> list[psutil.Process
 
 def _is_marked(process: psutil.Process, marker: str, folders: Sequence[str]) -> bool:
     try:
-        if process.environ().get(MARKER_VARIABLE) == marker:
+        if process.environ().get(MARKER_VARIABLE) == marker:  # Ray's renamed processes lack it, hence the files
             return True
         return any(f.path.startswith(folder) for f in process.open_files() for folder in folders)
     except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
@@ -74,7 +74,7 @@ def main() -> None:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     folders = [line.strip() for line in sys.stdin if line.strip()]  # blocks until the driver's end
     psutil.wait_procs(marked_processes(marker, folders), timeout=_GRACE_S)  # most end by themselves
-    # Again and again: one of them may start another while the rest are being ended.
+    # In a loop: one of them may start another while the rest are ended.
     while left := marked_processes(marker, folders):
         for process in left:
             process.kill()

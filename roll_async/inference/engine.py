@@ -224,7 +224,7 @@ class Engine(ABC, Generic[T]):
         await self._end([self._tickets[i] for i in request_ids if i in self._tickets])
 
     async def _end(self, tickets: Iterable[T]) -> None:
-        tickets = list(tickets)
+        tickets = list(tickets)  # `close` gives a view of a dict, which shrinks as they end
         for ticket in tickets:
             ticket.aborted.set()  # all that one needs that was not admitted
         if running := [ticket for ticket in tickets if ticket.admitted and not ticket.done.is_set()]:
@@ -316,7 +316,7 @@ class Engine(ABC, Generic[T]):
         if self._serving.is_set():
             raise RuntimeError("commit on a running engine; pause it first")
         with update_errors("commit"), self._library():
-            self._need_whole_update()
+            self._need_whole_update()  # while the served weights are still whole
             self._whole = False  # until the swap is done, the label of tokens included
             await self._swap(version)
         self._version, self._plan, self._whole = version, None, True

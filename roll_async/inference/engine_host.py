@@ -85,6 +85,7 @@ class EngineHost:
                 continue
             if request.sampling.stop_strings:
                 self._stops[request.request_id] = request.sampling.stop_strings
+            # `_ended` knows the request by the name.
             task = asyncio.create_task(self._generate(request), name=request.request_id)
             self._tasks[request.request_id] = task
             # Not a `finally` of `_generate`: a task that is cancelled before its first step never enters it.

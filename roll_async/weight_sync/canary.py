@@ -337,7 +337,7 @@ def canary_rows(texts: Iterable[Sequence[int]], options: CanaryOptions) -> list[
             continue
         seen.add(whole)
         if len(whole) > 1 and len(heads) < options.prompts:
-            heads[whole[:width]] = None
+            heads[whole[:width]] = None  # texts with the same head would be the same row
         long += whole[: size - len(long)]
         if len(heads) == options.prompts and len(long) == size:
             break

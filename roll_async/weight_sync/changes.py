@@ -85,6 +85,7 @@ class LastExport:
         if slot.num_values is None:
             kept = self._pieces.get((slot.name, slot.cut))
             if kept is None:
+                # copy=True: `to` alone returns the reader's view where it is on the host.
                 self._pieces[slot.name, slot.cut] = raw if owned else raw.to("cpu", copy=True)
             else:
                 kept.copy_(raw)

@@ -307,7 +307,7 @@ class ParameterSynchronizer(Generic[Replica]):
                 push.set_held(replica, Held.LATE)
             else:
                 push.set_held(replica, Held.NOTHING if replica in push.failed else goal)
-            upstream_late = late
+            upstream_late = late  # in a chain the next one may be late because of this one
         reached = [r for r in tried if r not in push.failed]
         for replica in reached:
             push.failures.pop(replica.name, None)

@@ -104,7 +104,7 @@ class RewardHost:
     async def collect(self) -> tuple[list[Answer], list[str]]:
         """Wait for at least one answer that came too late for `submit`, and one batching window for more."""
         await self._news.wait()
-        await asyncio.sleep(_ANSWER_COALESCE_S if self._late else 0)
+        await asyncio.sleep(_ANSWER_COALESCE_S if self._late else 0)  # without late ones none can join
         self._news.clear()
         answers, self._answers = self._answers, []
         return answers, self._take_notices()
@@ -199,7 +199,7 @@ class RayScorer:
     async def _send(self) -> None:
         while self._outbox:
             await asyncio.sleep(_COALESCE_S)
-            batch, self._outbox = self._outbox, []
+            batch, self._outbox = self._outbox, []  # what comes during the call is the next batch
             try:
                 self._answer(*await self._plan.calls(self._host).submit(batch))
             except StallError:

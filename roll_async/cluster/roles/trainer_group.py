@@ -320,6 +320,7 @@ class RayTrainerGroup:
     ) -> tuple[list[DataParallelShard], list[DataParallelShard]]:
         """The shares by data-parallel rank, and each rank's own in the object store."""
         shares = await asyncio.to_thread(split, rows)  # the loop goes on meanwhile
+        # One object for each share: ranks that share a data-parallel rank read the same one.
         refs = cast(
             list[DataParallelShard], [ray.put(share) for share in shares]
         )  # as an argument it arrives as the share itself

@@ -65,7 +65,7 @@ def attend_by_request(
     read_index = kwargs["read_index"][allocator.index]
     reads_cache = bool(read_index.numel())
     if reads_cache:  # what is read is at once as long as it is padded
-        indices = list(kwargs["read_index"])
+        indices = list(kwargs["read_index"])  # a copy: other layers of the step read the list, too
         indices[allocator.index] = read_index[wanted]
         kwargs["read_index"] = indices
     key, value = cache.update(key, value, module.layer_idx, kwargs)

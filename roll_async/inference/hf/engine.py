@@ -231,7 +231,7 @@ class HfEngine(Engine[HfTicket]):
             vocab_size = self._model.config.vocab_size  # a larger top_k ends the manager's loop
             top_k = min(sampling.top_k, vocab_size) if sampling.top_k > 0 else vocab_size
             options |= {"top_k": top_k, "top_p": sampling.top_p}
-        self._idle.clear()
+        self._idle.clear()  # nothing was awaited since `_ready`, so managers are not being changed
         if self._recorder is not None:
             self._recorder.announce(request_id, ticket.request.recorded_positions)
         self._manager.register_result_handler(request_id, lambda output: self._received(ticket, output))

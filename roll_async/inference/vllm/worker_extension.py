@@ -83,6 +83,7 @@ class WeightUpdateExtension:
         assert self._roll_receiver is not None, "roll_commit without roll_begin_update"
         missing: list[str] = []
         if self._roll_content is Content.ADAPTERS:
+            # Runs through all: halves of adapters are kept on the way, a weight is a fault of the sender.
             for _ in self._roll_weights_taken():
                 raise RuntimeError("weights came with an update of adapters alone")
         else:

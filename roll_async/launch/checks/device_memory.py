@@ -181,7 +181,7 @@ def _engine(role: WorkerConfig, device_bytes: int) -> EngineBytes:
         dtype=role.model_args.dtype,
         parallel=ParallelSizes(tensor=ranks, pipeline=stages, expert_tensor=ranks),  # experts are cut as well
     )
-    weights = rank_memory(model, settings, ranks * stages).weights
+    weights = rank_memory(model, settings, ranks * stages).weights  # as of Megatron ranks of the same sizes
     if engine.quantization == "fp8":  # a byte a value instead of two
         weights //= 2
     reserved = int(engine.memory_share * device_bytes)

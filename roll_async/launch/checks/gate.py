@@ -115,7 +115,7 @@ def require_inputs(loaded: Loaded) -> None:
     """
     lacking = missing_packages(loaded.config, engines=runs_here(loaded.config))
     found = [*lacking, *missing_inputs(loaded.config)]
-    if isinstance(loaded.config, AgenticConfig) and not lacking:
+    if isinstance(loaded.config, AgenticConfig) and not lacking:  # worlds import what is lacking
         from roll_async.launch.agents import check_agents
 
         try:

@@ -82,7 +82,7 @@ def unusable(path: str, folders: Sequence[str], *, is_class: bool) -> str | None
         bound = _bound(file)
     except SyntaxError as error:
         return f"{file}:{error.lineno} cannot be read: {error.msg}"
-    if bound.keys() & {"*", "__getattr__"} and name not in bound:
+    if bound.keys() & {"*", "__getattr__"} and name not in bound:  # it may come from there
         return None
     if name not in bound:
         near = get_close_matches(name, bound, 1)

@@ -53,7 +53,7 @@ class MappedFile:
                 self.path.unlink(missing_ok=True)
                 raise
             finally:
-                os.close(handle)
+                os.close(handle)  # the mapping needs no open file
         return torch.frombuffer(self._map, dtype=torch.uint8)  # keeps the mapping alive
 
     def close(self) -> None:
@@ -70,7 +70,7 @@ class FileWriter:
         fallback = Path(tempfile.gettempdir())
         self._folders = list(folders or dict.fromkeys((shared_folder(), fallback)))  # once, where they are the same
         marker = os.environ.get("ROLL_ASYNC_RUN", "solo")
-        # `cluster/reaper.py` removes files that begin with prefix and marker, so this is their order.
+        # `cluster/reaper.py` finds the files of a run by this beginning of their names.
         self._stem = f"{FILE_PREFIX}{marker}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._files: list[MappedFile] = []
 
