@@ -62,7 +62,7 @@ def place_roles(config: PipelineConfig) -> RolePlacements:
     roles = training_roles(config)
     cpu = sum(w.num_ranks for w in roles.values() if w.device_mapping is None)
     cpu += config.num_servers if config.actor_infer.device_mapping is None else 0
-    threads = threads_per_process(cpu)
+    threads = threads_per_process(cpu)  # of processes on CPU; those with a GPU have theirs from the granted node
 
     def put(worker: WorkerConfig, count: int) -> tuple[ProcessPlacement, ...]:
         return place(

@@ -64,6 +64,7 @@ def open_run(config: C) -> tuple[C, RunFolder, list[str]]:
     checkpoints = checkpoints_of(config, run)
     source = None if wanted is None else checkpoints.find(wanted)
     whose = None if source is None else run_of(source)
+    # Resolved: a link may lead to either.
     is_here = source is not None and source.resolve().parent == checkpoints.folder.resolve()
     adopts = is_here and whose is None
     notices: list[str] = []
@@ -107,7 +108,7 @@ def go_back(config: PipelineConfig, folder: RunFolder, step: int) -> bool:
     checkpoints.set_aside(later, into / "checkpoints" if inside else None)
     for file in dumps:
         (into / "dumps").mkdir(parents=True, exist_ok=True)
-        shutil.move(file, into / "dumps" / file.name)
+        shutil.move(file, into / "dumps" / file.name)  # not rename: dumps may be on another disk than the run
     ledger = Path(config.ledger.path)
     for suffix in _LEDGER_FILES if later else ():
         if (part := Path(f"{ledger}{suffix}")).is_file():
@@ -169,7 +170,7 @@ def _move_former(config: PipelineConfig, former: RunRecord | None) -> tuple[Path
             if (part := Path(f"{place}{suffix}")).exists():
                 part.rename(f"{place}.{number}{suffix}")
                 changes.append(f"{key}={place}.{number}")
-    changes = sorted(set(changes))
+    changes = sorted(set(changes))  # the files of a ledger are one key
     if path.exists():
         path.rename(moved)
     else:

@@ -101,6 +101,7 @@ class WorkerProcess(asyncio.Protocol):
         """Use this end of its socket; returns when the process is ready. Raises RuntimeError with the reason when it
         will not be.
         """
+        # An end of a socketpair is connected already.
         transport, _ = await asyncio.get_running_loop().connect_accepted_socket(lambda: self, end)
         self._transport = cast(asyncio.Transport, transport)
         assert self.handle is not None

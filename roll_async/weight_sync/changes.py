@@ -65,6 +65,7 @@ class LastExport:
         # Compared on the host, where the copy of the last export is: a device has no room for one.
         new, old = flat_bytes(tensor).cpu(), self._pieces.get((slot.name, slot.cut))
         if old is None or len(old) != len(new):
+            # A copy: on a CPU `new` is the weight itself, which is trained further.
             self._pieces[slot.name, slot.cut] = new.clone()
             return None
         old, new = (data.view(_WORDS[tensor.element_size()]) for data in (old, new))

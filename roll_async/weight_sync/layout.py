@@ -27,6 +27,7 @@ class _Kind(Enum):
     VOCABULARY = re.compile(r"(^|\.)(embed_tokens|lm_head)\.weight$")
 
 
+# Asked for each name, rank and push, and a mixture of experts has tens of thousands of names.
 @lru_cache(maxsize=1 << 16)
 def _kind(name: str) -> _Kind | None:
     return next((kind for kind in _Kind if kind.value.search(name)), None)

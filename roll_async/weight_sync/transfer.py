@@ -159,7 +159,7 @@ def _pieces(part: TensorPart, layout: EngineLayout, block_bytes: int) -> Iterato
 
 def size_of(planned: PlannedBlock) -> int:
     """Bytes of a planned block."""
-    last = planned[-1][0]
+    last = planned[-1][0]  # slots are in the order of their offsets
     return last.offset + last.num_bytes
 
 

@@ -221,7 +221,7 @@ class HfEngine(Engine[HfTicket]):
             await asyncio.to_thread(self._manager.stop, True)  # True: until its thread has ended
             self._manager = await asyncio.to_thread(self._new_manager)
         finally:
-            self._settled.set()
+            self._settled.set()  # also after an error: requests wait for it
 
     def _submit(self, ticket: HfTicket) -> None:
         """Submit the request to the manager. Its handler is registered first, because a token may arrive at once."""

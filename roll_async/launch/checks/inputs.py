@@ -159,6 +159,7 @@ def _is_complete(folder: str) -> bool:
     if index.is_file():
         import json
 
+        # A download that was cut off leaves the index without some of its files.
         names = set(json.loads(index.read_text())["weight_map"].values())
         return all((path / name).is_file() for name in names)
     return (path / "config.json").is_file() and any(path.glob("*.safetensors"))

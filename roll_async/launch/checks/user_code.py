@@ -152,6 +152,7 @@ def _bound(file: Path) -> Mapping[str, ast.stmt]:
                     found |= {n.id: node for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)}
                 case ast.AnnAssign(target=ast.Name(id=name)):
                     found[name] = node
+                # What is bound inside of these is bound in the module, too.
                 case ast.stmt() | ast.ExceptHandler() | ast.match_case():
                     left.append(node)
     return found

@@ -123,6 +123,7 @@ class LinkServer:
                     logger.error("Parameter sync: no further receiver of weights can connect: %s", error)
                 return
             self._links.add(link)
+            # One for each: a send returns only when the receiver has taken it.
             threading.Thread(target=self._serve, args=(link,), name="weight link", daemon=True).start()
 
     def publish(self, key: str, block: _Published) -> None:
@@ -193,7 +194,7 @@ class LinkServer:
         """Close all links and serve nothing more."""
         self._closed = True  # first: `_accept` tells by it whether the listener was closed or failed
         _close_socket(self._listener)  # wakes `accept`
-        for link in list(self._links):
+        for link in list(self._links):  # a copy: each thread takes its own out as it ends
             _close_socket(link)
         self._blocks.clear()
         self._thread.join()
