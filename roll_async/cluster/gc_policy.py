@@ -41,7 +41,7 @@ class PeriodicGc:
     def start(cls, loop: asyncio.AbstractEventLoop) -> None:
         """On this loop from now on, and on no other one."""
         if cls._timer is not None:
-            cls._timer.cancel()
+            cls._timer.cancel()  # two timers would do the work twice
         gc.freeze()
         cls._next(loop, loop.time() + _EVERYTHING_EVERY_S)
 
@@ -55,7 +55,7 @@ class PeriodicGc:
             gc.collect(1)
         else:
             everything_at_s = now + _EVERYTHING_EVERY_S
-            gc.unfreeze()
+            gc.unfreeze()  # a frozen cycle is not looked at otherwise, and would stay for ever
             gc.collect()
         gc.freeze()
         cls._next(loop, everything_at_s)

@@ -40,7 +40,7 @@ def held_port(address: str) -> Iterator[int]:
     systems do not; there it was free a moment ago.
     """
     with socket.socket(_family(address)) as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # before bind: later it has no effect on this port
         held.bind((address, 0))
         port = held.getsockname()[1]
         if sys.platform != "linux":

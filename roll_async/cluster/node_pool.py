@@ -114,6 +114,7 @@ class NodePool:
         most, there = _resources()
         kind, each = ("GPU", sum(len(part.gpu_ids) for part in like.parts)) if like.gpu_ids else ("CPU", 1)
         used = sum(len(need.gpu_ids) for need in self._needs) if like.gpu_ids else self._num_cpu_processes
+        # What there is, or what an autoscaler may bring it to.
         have = max(sum(resources.get(kind, 0) for resources in there), most.get(kind, 0))
         if used + num_processes * each > have:
             raise ValueError(
@@ -157,7 +158,7 @@ class NodePool:
             if loop.time() - said >= every_s:
                 said = loop.time()
                 if timeout_s is None:
-                    every_s *= 2
+                    every_s *= 2  # there is no limit here, so the lines become rarer
                     logger.warning("%s; a replica that joins waits for them since %.0f s", line, waited_s)
                 else:
                     logger.warning("%s; waiting for %.0f s of %.0f s (fault.stall_timeout)", line, waited_s, timeout_s)
@@ -165,6 +166,7 @@ class NodePool:
 
     async def _view(self, group: PlacementGroup, bundle: int, num_gpus: float) -> tuple[str, list[str], int]:
         strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
+        # All GPUs of the bundle at once: Ray tells a task its own ones only.
         options = {"num_cpus": 0, "num_gpus": num_gpus, "max_retries": 0, "scheduling_strategy": strategy}
         view = _inspect.options(**options).remote().future()  # type: ignore[attr-defined]
         try:
@@ -178,7 +180,7 @@ class NodePool:
         env_vars = {**process_env(placement, granted), **env}
         options: dict[str, object] = {"num_cpus": 1, "runtime_env": {"env_vars": env_vars}}
         if granted is not None:
-            options["num_gpus"] = _GPU_SHARE * len(placement.gpu_ids)
+            options["num_gpus"] = _GPU_SHARE * len(placement.gpu_ids)  # the bundle has the GPUs, process_env says which
         if granted is not None or self._own_core:
             assert self._group is not None
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
@@ -220,4 +222,5 @@ def _grows() -> bool:
 def _inspect() -> tuple[str, list[str], int]:
     """(address, GPUs that Ray gave to this task, cores it may use) of a node."""
     visible = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+    # Affinity: in a container the machine's cores are not all this process's.
     return ray.util.get_node_ip_address(), list(visible), len(os.sched_getaffinity(0))

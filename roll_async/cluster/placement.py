@@ -68,6 +68,7 @@ def process_env(placement: ProcessPlacement, granted: GrantedNode | None) -> dic
     else:
         visible = ",".join(granted.devices[gpu] for gpu in placement.gpu_ids)
         threads = granted.num_threads
+        # NOSET: Ray would name devices anew by the shares it accounts, which roles on one device split.
         devices = {"CUDA_VISIBLE_DEVICES": visible, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
     return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), **devices}
 
@@ -143,6 +144,7 @@ class NodeNeed:
         """The k-th GPU in use is the k-th that the cluster gave. `visible`: indices or UUIDs; `num_cores`: cores that
         the processes of the run share there.
         """
+        # As numbers, or 10 would come before 2; UUIDs keep the order that Ray has them in.
         in_order = sorted(visible, key=lambda name: (0, int(name)) if name.isdigit() else (1, 0))
         return GrantedNode(
             address=address,
@@ -167,7 +169,7 @@ def shortage(needs: Sequence[NodeNeed], num_gpus_there: Sequence[int]) -> str | 
     Every node of the mappings is a machine of its own: the largest is placed on the largest.
     """
     wanted = sorted((len(need.gpu_ids) for need in needs), reverse=True)
-    there = sorted((count for count in num_gpus_there if count), reverse=True)
+    there = sorted((count for count in num_gpus_there if count), reverse=True)  # nodes without a GPU hold none of these
     if len(wanted) <= len(there) and all(w <= t for w, t in zip(wanted, there, strict=False)):
         return None
     return f"device_mapping needs {_nodes(wanted)}, and Ray has {_nodes(there)}"

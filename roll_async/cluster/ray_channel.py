@@ -53,7 +53,7 @@ class RayChannel:
             raised = error.cause if isinstance(error.cause, Crossed) else pack(error.cause)
         except RayError as error:  # Ray could not run the call, or could not read its result
             raised = pack(error)
-        raise raised
+        raise raised  # outside of the handlers: Ray's error would be told as its context
 
 
 def last_line(error: BaseException) -> str:

@@ -35,6 +35,7 @@ def reaper() -> Iterator[Callable[[str], None]]:
     """
     marker = uuid.uuid4().hex
     command = [sys.executable, "-m", "roll_async.cluster.reaper", marker]
+    # In a session of its own: Ctrl-C on the terminal ends the driver's group, and this one cleans up after it.
     guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, text=True)
     assert guard.stdin is not None
     pipe = guard.stdin
@@ -42,7 +43,7 @@ def reaper() -> Iterator[Callable[[str], None]]:
 
     def add_folder(folder: str) -> None:
         pipe.write(folder + "\n")
-        pipe.flush()
+        pipe.flush()  # the driver may be killed at any time, with what it has buffered
 
     try:
         yield add_folder
@@ -59,7 +60,7 @@ def marked_processes(marker: str, folders: Sequence[str]) -> list[psutil.Process
 
 def _is_marked(process: psutil.Process, marker: str, folders: Sequence[str]) -> bool:
     try:
-        if process.environ().get(MARKER_VARIABLE) == marker:
+        if process.environ().get(MARKER_VARIABLE) == marker:  # Ray's renamed processes lack it, hence the files
             return True
         return any(f.path.startswith(folder) for f in process.open_files() for folder in folders)
     except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
@@ -71,8 +72,9 @@ def main() -> None:
     marker = sys.argv[1]
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
-    folders = [line.strip() for line in sys.stdin if line.strip()]
-    psutil.wait_procs(marked_processes(marker, folders), timeout=_GRACE_S)
+    folders = [line.strip() for line in sys.stdin if line.strip()]  # blocks until the driver's end
+    psutil.wait_procs(marked_processes(marker, folders), timeout=_GRACE_S)  # most end by themselves
+    # In a loop: one of them may start another while the rest are ended.
     while left := marked_processes(marker, folders):
         for process in left:
             process.kill()

@@ -210,7 +210,7 @@ def calls_of(protocol: type) -> list[str]:
     """Methods of a protocol and of those that it extends."""
     names = {
         name: method
-        for base in reversed(_protocols_of(protocol))
+        for base in reversed(_protocols_of(protocol))  # the protocol's own method takes the place of an inherited one
         for name, method in vars(base).items()
         if inspect.isfunction(method) and not name.startswith("_")
     }
@@ -257,7 +257,7 @@ def _crossing(method: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return method(*args, **kwargs)
         except Exception as error:  # of any class: the caller gets it; cancellation and exits are Ray's to see
-            raise pack(error) from None
+            raise pack(error) from None  # its frames travel in a note
 
     @wraps(method)
     async def ask_later(*args: object, **kwargs: object) -> object:

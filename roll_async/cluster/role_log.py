@@ -53,7 +53,7 @@ def log_lines() -> Iterator[list[str]]:
     root, handler = logging.getLogger("roll_async"), _Lines()
     level = root.level
     root.addHandler(handler)
-    root.setLevel(logging.INFO)
+    root.setLevel(logging.INFO)  # a process that set nothing up logs from WARNING on
     try:
         yield handler.lines
     finally:

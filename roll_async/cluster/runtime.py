@@ -26,6 +26,7 @@ LOOPBACK = "127.0.0.1"
 _NAMES_FREE_WITHIN_S, _NAMES_POLL_S = 30.0, 0.1
 _ANSWERS_WITHIN_S = 10.0
 """How long a cluster may take to accept a connection; Ray alone tries for minutes and tells nobody."""
+# For shares of batches; weights travel past it. Ray alone would take 30 % of the memory.
 _EMBEDDED_OBJECT_STORE_BYTES = 512 << 20
 _SINGLE_HOST_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """With 0, Ray expects a single machine and binds every port to loopback, on Linux too."""
@@ -72,11 +73,12 @@ def ray_runtime(*, num_processes: int, env: dict[str, str]) -> Iterator[RuntimeI
         _must_answer(address)
     found = {FOLDERS_VARIABLE: os.environ.get(FOLDERS_VARIABLE, "")}
     runtime_env = {"env_vars": {"PYTHONPATH": _python_path(), **found, **env}}
+    # The reaper is outermost: it ends what Ray's own shutdown leaves behind.
     with reaper() as add_folder, _settings_put_back():
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         _connect(address, runtime_env, num_processes)
-        if not address:
+        if not address:  # in the session of a joined cluster other runs have files open, too
             add_folder(str(session_folder()))
         try:
             yield RuntimeInfo(embedded=not address)
@@ -119,12 +121,13 @@ def _connect(address: str | None, runtime_env: dict[str, dict[str, str]], num_pr
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(pretended)))  # Ray offers no others
         ray.init(
             address="local",
+            # A process asks for one CPU: with fewer cores than roles the last would wait for ever.
             num_cpus=max(num_processes, os.cpu_count() or 1),
             num_gpus=pretended or None,
             include_dashboard=False,
             object_store_memory=_EMBEDDED_OBJECT_STORE_BYTES,
             runtime_env=runtime_env,
-            log_to_driver=False,
+            log_to_driver=False,  # roles have files of their own, see role_log.py
             logging_level=logging.WARNING,
         )
         logger.info("started Ray on this machine (%s)", ray.get_runtime_context().get_node_id()[:8])
@@ -169,4 +172,5 @@ def _python_path() -> str:
     """The package must be importable in role processes also when it runs from a checkout."""
     root = str(Path(__file__).resolve().parents[2])
     inherited = os.environ.get("PYTHONPATH", "")
+    # Absolute: a worker starts in another folder.
     return os.pathsep.join([root, *(os.path.abspath(folder) for folder in inherited.split(os.pathsep) if folder)])

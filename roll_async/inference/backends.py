@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from roll_async.inference.protocol import Follower
     from roll_async.inference.settings import EngineSettings
 
+# Paths, not classes: a process imports the one library that it runs; the others may not be installed.
 ENGINES = {
     "vllm": "roll_async.inference.vllm.engine.VllmEngine",
     "sglang": "roll_async.inference.sglang.engine.SglangEngine",
@@ -57,6 +58,7 @@ def refuse_attention_on_cpu(config: HfConfig, traits: EngineTraits) -> None:
             "tenths of a nat a token; use strategy_name: hf_infer"
         )
     heads = config.integer("num_attention_heads")
+    # Qwen3, for one, has a head_dim that is not hidden_size / heads.
     size = config.integer("head_dim", default=config.integer("hidden_size") // heads)
     if size not in traits.cpu_head_sizes:
         sizes = ", ".join(map(str, traits.cpu_head_sizes))

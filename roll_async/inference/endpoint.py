@@ -21,6 +21,7 @@ from roll_async.schema import FinishReason, SamplingParams
 if TYPE_CHECKING:
     import aiohttp
 
+# Answers after which the same request may succeed; after any other the same would come again.
 _BUSY = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 20.0
 
@@ -76,6 +77,7 @@ class ChatEndpoint:
         status, text = await self._call("GET", "models", None)
         if status in (401, 403):
             raise ValueError(f"{options.url} refuses the key ({status}); --key-env names the variable that holds it")
+        # A server without /models can be measured all the same, where --model names the model.
         served = _served(text) if status == 200 else []
         if not self.model:
             if len(served) != 1:
@@ -107,10 +109,12 @@ class ChatEndpoint:
             body["top_k"] = sampling.top_k
         if sampling.repetition_penalty != 1:
             body["repetition_penalty"] = sampling.repetition_penalty
+        # Held over the retries: while one request waits for a busy server no further one goes there.
         async with self._slots:
             for attempt in range(self._options.max_retries + 1):
                 if attempt:
                     pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**attempt)
+                    # Jitter: requests that were refused together must not come back together.
                     await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
                 status, text = await self._call("POST", "chat/completions", body)
                 if status not in _BUSY:
@@ -128,7 +132,8 @@ class ChatEndpoint:
         address = f"{self._options.base}/{path}"
         try:
             async with self._http.request(method, address, json=body) as response:
-                return response.status, await response.text(errors="replace")
+                return response.status, await response.text(errors="replace")  # a proxy's error page need not be UTF-8
+        # The order matters: aiohttp's time-outs and InvalidURL are ClientErrors, too.
         except TimeoutError as error:
             raise ConnectionError(f"{address}: no answer within {self._options.timeout_s:g} s") from error
         except (aiohttp.InvalidURL, ValueError) as error:
@@ -148,7 +153,7 @@ def _served(text: str) -> list[str]:
 def _answer(text: str) -> tuple[str, FinishReason]:
     try:
         (choice,) = json.loads(text)["choices"]
-        content = choice["message"].get("content") or ""
+        content = choice["message"].get("content") or ""  # null where the answer is a tool call
         return str(content), FinishReason.LENGTH if choice["finish_reason"] == "length" else FinishReason.STOP
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Refused(f"no chat completion in {text[:200]!r} ({type(error).__name__})") from error

@@ -138,12 +138,13 @@ class Engine(ABC, Generic[T]):
         budget = token_budget(request, self._settings)
         self._check(request)
         ticket: T = self.ticket_type(request, budget, held_back(request, self._settings), _now())  # type: ignore[assignment]
+        # From here on an abort finds it, admitted or not.
         self._tickets[request.request_id] = ticket
         try:
             yield ticket
         finally:
             del self._tickets[request.request_id]
-            ticket.done.set()
+            ticket.done.set()  # also after an error: an abort waits for it
 
     def _check(self, request: GenerateRequest) -> None:
         """Raises ValueError for what this library cannot sample."""
@@ -155,6 +156,7 @@ class Engine(ABC, Generic[T]):
             if not self._serving.is_set():
                 await first_of(self._serving, ticket.aborted)
             elif await self._ready(ticket):
+                # A `_ready` that says True has not waited, so no pause has come since the look at `_serving`.
                 ticket.admitted, ticket.version = True, self._version or 0
                 return True
         return False
@@ -222,7 +224,7 @@ class Engine(ABC, Generic[T]):
         await self._end([self._tickets[i] for i in request_ids if i in self._tickets])
 
     async def _end(self, tickets: Iterable[T]) -> None:
-        tickets = list(tickets)
+        tickets = list(tickets)  # `close` gives a view of a dict, which shrinks as they end
         for ticket in tickets:
             ticket.aborted.set()  # all that one needs that was not admitted
         if running := [ticket for ticket in tickets if ticket.admitted and not ticket.done.is_set()]:
@@ -238,10 +240,12 @@ class Engine(ABC, Generic[T]):
         """After this returns no token is sampled until `resume`. New `generate` calls wait."""
         if mode is PauseMode.KEEP and self._cannot_keep is not None:
             raise ValueError(f"interrupt.mode keep {self._cannot_keep}; use resume")
+        # Before the list below is taken: a request that was admitted later would not be halted.
         self._serving.clear()
         admitted = [ticket for ticket in self._tickets.values() if ticket.admitted]
         with self._library():
             await self._halt(mode, admitted)
+        # With KEEP they are still there: they end after the resume.
         if mode is PauseMode.ABORT:
             await asyncio.gather(*(ticket.done.wait() for ticket in admitted))
 
@@ -255,6 +259,7 @@ class Engine(ABC, Generic[T]):
         if not self._whole:
             raise RuntimeError("resume without whole weights: the last update did not come to its commit")
         with self._library():
+            # Before `_serving` is set: a request must not reach a library that is still halted.
             await self._go_on()
         self._serving.set()
 
@@ -311,7 +316,7 @@ class Engine(ABC, Generic[T]):
         if self._serving.is_set():
             raise RuntimeError("commit on a running engine; pause it first")
         with update_errors("commit"), self._library():
-            self._need_whole_update()
+            self._need_whole_update()  # while the served weights are still whole
             self._whole = False  # until the swap is done, the label of tokens included
             await self._swap(version)
         self._version, self._plan, self._whole = version, None, True
@@ -393,6 +398,7 @@ class Engine(ABC, Generic[T]):
         return EngineLoad(
             running=running,
             waiting=len(self._tickets) - running,
+            # Waiting requests claim, too, so the claims may exceed the cache.
             free_kv_fraction=max(0.0, 1 - claimed / max(1, kv_tokens)),
             kv=kv,
         )
@@ -443,7 +449,7 @@ async def first_of(*events: asyncio.Event) -> None:
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     finally:
         for wait in waits:
-            wait.cancel()
+            wait.cancel()  # else it stays until its event is set, which may be never
 
 
 def expert_record(routed: np.ndarray | None) -> ExpertRecord | None:

@@ -85,8 +85,10 @@ class EngineHost:
                 continue
             if request.sampling.stop_strings:
                 self._stops[request.request_id] = request.sampling.stop_strings
+            # `_ended` knows the request by the name.
             task = asyncio.create_task(self._generate(request), name=request.request_id)
             self._tasks[request.request_id] = task
+            # Not a `finally` of `_generate`: a task that is cancelled before its first step never enters it.
             task.add_done_callback(self._ended)
         self._set_timer()
 
@@ -118,10 +120,12 @@ class EngineHost:
         self._told.pop(request_id, None)
         self._stops.pop(request_id, None)
         self._unwanted.pop(request_id, None)
+        # `exception()` of a cancelled task would raise here.
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if error is None:
             self._completions.append(task.result())
             self._num_completed += 1
+            # The mean of the first ones, then one in which older requests count ever less.
             self._mean_s += (task.result().generation_s - self._mean_s) / min(self._num_completed, _AVERAGED)
         elif isinstance(error, ConnectionError):
             self._dead = error
@@ -145,13 +149,14 @@ class EngineHost:
         while True:
             await self._news.wait()
             await self._others_join()
+            # Results from before the death are handed over first.
             if self._dead is not None and not self._completions:
                 raise self._dead
             self._news.clear()
             completions, self._completions = self._completions, []
             failures, self._failures = self._failures, []
             progress = self._progress() if self._progress_due and self._dead is None else []
-            if self._dead is not None:
+            if self._dead is not None:  # the next call has to find the death
                 self._news.set()
             if completions or failures or progress:
                 return EngineReport(
@@ -199,6 +204,7 @@ class EngineHost:
         """
         for request_id in request_ids:
             self._unwanted[request_id] = None
+        # The oldest go first: their requests will not come any more, or have ended long ago.
         while len(self._unwanted) > _REMEMBERED:
             self._unwanted.popitem(last=False)
         left = {self._tasks[i] for i in request_ids if i in self._tasks}
@@ -214,6 +220,7 @@ class EngineHost:
             for task in left:
                 task.cancel()
             if left:
+                # With a limit: what ignores its cancellation must not hold up the abort.
                 await asyncio.wait(left, timeout=_ABORT_AGAIN_S)
 
     async def pause(self, mode: PauseMode) -> None:
@@ -227,8 +234,10 @@ class EngineHost:
 
     def _load(self) -> EngineLoad:
         """The engine's load, and the number of requests on this host."""
+        # They count as held: a caller would take one that is neither running nor told for lost.
         ended = (*(c.request_id for c in self._completions), *(i for i, _ in self._failures))
         if (now := asyncio.get_running_loop().time()) >= self._peak_due_s:
+            # Not at every report: it reads /proc of every process of the replica.
             self._peak_bytes, self._peak_due_s = self._measure_memory(), now + PROGRESS_INTERVAL_S
         return replace(self._engine.load(), held=frozenset((*self._tasks, *ended)), peak_bytes=self._peak_bytes)
 

@@ -33,20 +33,23 @@ def end_with_owner() -> None:
     two as well. Libraries notice it only at their next message, which may never be sent.
     """
     owner, parent = int(os.environ.get(_OWNER, os.getpid())), os.getppid()
+    # The engine's core shares the replica's process, and ends with it anyway.
     if owner == os.getpid():
         return
     try:
+        # Not its number, which may be another process's by the time that it is looked at.
         watched = os.pidfd_open(owner)
     except ProcessLookupError:
         os._exit(1)
 
     def follow() -> None:
         select.select([watched], [], [])
-        if parent != owner and os.getppid() == parent:
+        if parent != owner and os.getppid() == parent:  # still the parent, so its number was not given away
             with suppress(ProcessLookupError):
                 os.kill(parent, signal.SIGKILL)
-        os._exit(1)
+        os._exit(1)  # sys.exit would end this thread alone
 
+    # A daemon: a worker that ends by itself does not wait for its owner.
     threading.Thread(target=follow, name="end with owner", daemon=True).start()
 
 
@@ -79,6 +82,7 @@ def _runs(process: ProcessId) -> bool:
     pid, created = process
     try:
         found = psutil.Process(pid)
+        # A zombie holds no memory, and its parent may never ask for its status.
         return abs(found.create_time() - created) < 1 and found.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False

@@ -25,4 +25,5 @@ def manager_seed(engine_seed: int, number: int) -> int:
 
 
 def _derived(entropy: int, *key: int) -> int:
+    # Spawn keys, not a sum: seed + replica would be the seed of another run's replica.
     return int(np.random.SeedSequence(entropy, spawn_key=key).generate_state(1)[0])

@@ -111,4 +111,5 @@ TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def _all_generating_args(config: PipelineConfig) -> list[GeneratingArguments]:
+    # An engine is started once, for training and for every validation.
     return [config.actor_infer.generating_args, *config.validation_sampling.values()]

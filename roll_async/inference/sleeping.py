@@ -32,7 +32,7 @@ _EXPANDABLE = "expandable_segments:True"
 
 def drop_expandable_segments() -> None:
     """Before an engine that will sleep imports torch: the allocators that give memory back exclude them."""
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):  # the second is newer torch's name of it
         if name in os.environ:
             kept = [part for part in os.environ[name].split(",") if part and part != _EXPANDABLE]
             os.environ[name] = ",".join(kept)

@@ -23,6 +23,7 @@ class Incoming:
         """The transport leaves no room for a second model: tensors go into the served one as they come."""
         self.staged: list[tuple[str, Tensor]] = []
         self._receiver = open_receiver(plan, kept, rank=rank)
+        # With adapters alone the frozen weights are held already, and do not come.
         self._missing = {name for name in names if is_adapter(name) or plan.content is not Content.ADAPTERS}
 
     def take_in(self, bucket: Bucket) -> list[tuple[str, Tensor]]:
@@ -36,6 +37,7 @@ class Incoming:
 
     def finish(self) -> str:
         """The digest. Raises RuntimeError when tensors are missing."""
+        # A digest proves what was sent, not that the sender sent all of the model.
         self.need_whole()
         return of_replica([self._receiver.digest])
 

@@ -25,6 +25,7 @@ def safe_end(decode: Decode, token_ids: Sequence[int], stops: Sequence[str]) -> 
     if not stops:
         return len(token_ids)
     longest = max(len(stop.encode()) for stop in stops) + _LONGEST_CHARACTER_BYTES
+    # Twice as long: also the shortest text that is looked at has `longest` tokens before its end.
     window = max(0, len(token_ids) - 2 * longest)
     for end in range(len(token_ids), max(0, len(token_ids) - longest), -1):
         if not _begins_a_stop(decode(token_ids[window:end]), stops):
@@ -35,4 +36,5 @@ def safe_end(decode: Decode, token_ids: Sequence[int], stops: Sequence[str]) -> 
 def _begins_a_stop(text: str, stops: Sequence[str]) -> bool:
     if text.endswith(_UNFINISHED_CHARACTER):  # the last character is incomplete
         return True
+    # Not the whole stop string: that one has ended the request.
     return any(text.endswith(stop[:size]) for stop in stops for size in range(1, len(stop)))

@@ -13,6 +13,7 @@ class Storages:
     """The memory under some tensors, each piece once."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
+        # By address: tied weights and views share a piece. Empty tensors have none.
         pieces = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.numel()}
         self._pieces = [(piece, piece.nbytes()) for piece in pieces.values()]
         self._copies: list[Tensor] | None = None
@@ -36,16 +37,17 @@ class Storages:
         if keep_content:
             self._copies = [_as_bytes(piece).to("cpu").pin_memory() for piece, _ in self._pieces]
         for piece, _ in self._pieces:
+            # The storage object stays, with every tensor over it; only its memory goes.
             piece.resize_(0)
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+            torch.cuda.empty_cache()  # else torch's allocator keeps it, out of the other role's reach
         elif trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
             trim(0)  # glibc is told to keep what is freed, see cluster/placement.py
 
     def restore(self, *, zero: bool = False) -> None:
         """Take the memory again, with what was kept; else its content is arbitrary, or zeros."""
         for number, (piece, size) in enumerate(self._pieces):
-            if piece.nbytes() == size:
+            if piece.nbytes() == size:  # host memory that was kept was never released
                 continue
             piece.resize_(size)
             if self._copies is not None:

@@ -22,9 +22,9 @@ class ReplicaStarter:
     ) -> None:
         """`pool`: of the run; its devices stay reserved for the replicas of the config while those are gone."""
         self._config, self._pool = config, pool
-        stack.push_async_callback(self._close)
+        stack.push_async_callback(self._close)  # before the first start: one that fails leaves others to be closed
         self._of_config = list(placements)
-        self._num_training = len(placements) - config.num_validation_replicas
+        self._num_training = len(placements) - config.num_validation_replicas  # those of the validation are the last
         self._places = {replica_name(p.index): (p, pool) for p in placements}
         self._clients: dict[str, RayEngineClient] = {}
         self.one_host: str | None = None
@@ -59,6 +59,7 @@ class ReplicaStarter:
             return
         first, index = self._of_config[0], int(name.rpartition("-")[2])
         own, *further = [
+            # Ids within a pool of its own: they need not differ from those of the run's.
             replace(part, index=index, node=node, gpu_ids=tuple(range(len(part.gpu_ids))), further=())
             for node, part in enumerate(first.parts)
         ]
@@ -71,7 +72,7 @@ class ReplicaStarter:
         """A new process; what is left of the one before goes first. Raises ValueError where weights do not reach."""
         (place, pool), role, after = self._places[name], self._config.actor_infer, ()
         if (before := self._clients.get(name)) is not None:
-            before.kill()
+            before.kill()  # it may hang and hold its devices, though it counts as lost
             after = before.processes
         spec = EngineSpec(
             strategy=role.strategy_args.strategy_name,
@@ -97,7 +98,7 @@ class ReplicaStarter:
         place, pool = self._places.get(name, (None, self._pool))
         if pool is not self._pool:
             pool.release()
-            del self._places[name]
+            del self._places[name]  # it is reserved anew, maybe elsewhere, if it is asked for again
             self._clients.pop(name, None)
 
     async def _close(self) -> None:

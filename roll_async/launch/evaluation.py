@@ -67,6 +67,7 @@ def for_evaluation(config: C, model: str | None) -> C:
             example = "validation={data_args: {file_name: held_out.jsonl}}"
             message = f"it says which prompts are asked and how, and the config has none; add {example}"
             raise ValueError(f"validation: {message}")
+        # pause: other modes need a training to run beside, or replicas of their own.
         held_out, changes["validation"] = config.validation.data_args, replace(config.validation, mode="pause")
     elif isinstance(config, AgenticConfig):
         changes["val_env_manager"] = replace(config.val_env_manager, mode="pause")
@@ -159,13 +160,13 @@ class EndpointRunner:
             return Ended(reason=EndReason.FAILED, text=f"{row}: {error}")
         if reward.status is not RewardStatus.OK:
             return Ended(reason=EndReason.FAILED, text=f"{row}: no score: {reward.reason}")
-        tokens = array("i", self._tokenizer.encode(text, add_special_tokens=False))
+        tokens = array("i", self._tokenizer.encode(text, add_special_tokens=False))  # it goes on after a prompt
         answer = Sample(
             sample_id=request.name,
             prompt_token_ids=prompt.token_ids,
             response_token_ids=tokens,
             loss_mask=b"\x01" * len(tokens),
-            behaviour_logprobs=array("f", bytes(4 * len(tokens))),
+            behaviour_logprobs=array("f", bytes(4 * len(tokens))),  # the server tells none, and nothing is trained
             version_runs=((0, len(tokens)),) if tokens else (),
             finish_reason=finish,
             generation_s=generation_s,

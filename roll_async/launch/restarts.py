@@ -49,7 +49,7 @@ async def started_roles(
     async with AsyncExitStack() as stack:
         starting = asyncio.ensure_future(build_run(config, runtime, placements, stack, observers, classes))
         for name in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(name, starting.cancel)
+            loop.add_signal_handler(name, starting.cancel)  # there is no pipeline yet to be asked to stop
         try:
             with defer_gc_during_startup(settled=True):
                 run = await starting

@@ -62,7 +62,7 @@ def place_roles(config: PipelineConfig) -> RolePlacements:
     roles = training_roles(config)
     cpu = sum(w.num_ranks for w in roles.values() if w.device_mapping is None)
     cpu += config.num_servers if config.actor_infer.device_mapping is None else 0
-    threads = threads_per_process(cpu)
+    threads = threads_per_process(cpu)  # of processes on CPU; those with a GPU have theirs from the granted node
 
     def put(worker: WorkerConfig, count: int) -> tuple[ProcessPlacement, ...]:
         return place(
@@ -135,7 +135,7 @@ class RoleStarter:
         Raises ValueError for what the user can fix, RoleFailed for what a role reports.
         """
         await self._pool.reserve(self._config.fault.stall_timeout)
-        self._stack.callback(self._pool.release)
+        self._stack.callback(self._pool.release)  # first, so the last to close: processes end before their nodes go
         with shared_folders(_written(self._config)) as folders:
             if sharing := [name for name in roles_on_engine_devices(self._config) if name in self._placements.training]:
                 if rollout_log_files is not None:

@@ -223,6 +223,7 @@ def held_out_of(config: RLVRConfig) -> Mapping[str, Sequence[Prompt]]:
 def _prompts_of_set(config: RLVRConfig, data: DataArguments) -> list[Prompt]:
     # Validation may use a part of the domains: AIME alone for a run over mathematics and code.
     held_out = load_prompts(data_options(config, data), every_domain=False)
+    # One epoch: with fewer rows than val_batch_size no prompt is asked twice.
     stream = ShuffledPrompts(judged(held_out, config.loss_parts), seed=config.seed, num_epochs=1)
     prompts = (stream.at(i) for i in range(config.val_batch_size))
     return [p for p in prompts if p is not None]
@@ -283,7 +284,7 @@ def _transport(config: PipelineConfig, hosts: Set[str]) -> str:
         return "gloo"
     name, reason = choose_transport(
         config.weight_sync.transport,
-        trainer_devices=None if pretended else config.actor_train.device_mapping,
+        trainer_devices=None if pretended else config.actor_train.device_mapping,  # pretended ones compute on the CPU
         engine_devices=None if pretended else config.actor_infer.device_mapping,
         num_gpus_per_node=config.num_gpus_per_node,
         front_end=needs_front_end(config),

@@ -65,6 +65,7 @@ async def rolled_batches(
         dump.write(batch + 1, sample_rows(kept))
         dump.flush()
         answered = [(group.prompt, rows) for group in kept for rows in group.trajectories]
+        # All that were asked: what a failed group lacks counts as unscored.
         found = validation_metrics(answered, [tasks.at(place) for place in places], num_samples=group_size)
         failed, counts = {"groups/failed": float(size - len(kept))}, groups.counts()
         yield {"step": batch + 1.0, **found, **failed, **counts.metrics, **ratio_metrics(counts.ratios, before)}

@@ -120,6 +120,7 @@ async def couple(
     learner = Learner(learner_parts(config, roles.training), LearnerOptions.of(config))
     checkpoints = checkpoints_of(config, folder.record)
     saved = {name: roles.training[name] for name in ("actor_train", "critic") if name in roles.training}
+    # Before the rollout is coupled, which begins at the position that comes out of it.
     restored, position = await restore_loop(config, saved, learner, checkpoints)
     assert folder.last_step <= restored, f"the folder has metrics of later steps than {restored}"
     spec = RolloutSpec(
@@ -147,6 +148,7 @@ async def couple(
         validate=side.validate,
         devices=OWN_DEVICES if roles.devices is None else roles.devices,
     )
+    # Saved at that step, and ended before its validation was published.
     lost_result = restored > 0 and not folder.has_validation(restored)
     pipeline = build_pipeline(
         parts,

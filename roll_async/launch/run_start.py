@@ -34,6 +34,7 @@ from roll_async.observe.run_record import FolderLock, RunRecord, next_abandoned,
 logger = logging.getLogger(__name__)
 C = TypeVar("C", bound=PipelineConfig)
 
+# SQLite's files beside the database: what was committed last may be in the log alone.
 _LEDGER_FILES = ("", "-wal", "-shm")
 
 
@@ -63,11 +64,12 @@ def open_run(config: C) -> tuple[C, RunFolder, list[str]]:
     checkpoints = checkpoints_of(config, run)
     source = None if wanted is None else checkpoints.find(wanted)
     whose = None if source is None else run_of(source)
+    # Resolved: a link may lead to either.
     is_here = source is not None and source.resolve().parent == checkpoints.folder.resolve()
     adopts = is_here and whose is None
     notices: list[str] = []
     if not adopts and not (former is not None and (wanted == "latest" or (is_here and whose == run.run_id))):
-        _require_unshared(checkpoints, former)
+        _require_unshared(checkpoints, former)  # refused before anything is moved
         moved = _move_former(config, former)
         notices, source = [] if moved is None else [moved[1]], _followed(source, path, moved and moved[0])
         parent = None if source is None else {"run_id": whose, "checkpoint": str(source)}
@@ -80,6 +82,7 @@ def open_run(config: C) -> tuple[C, RunFolder, list[str]]:
     if adopts and source is not None:
         adopt(source, run.run_id)
         notices.append(f"{source} had no run id; it is one of run {run.run_id} now")
+    # Of the run, not of this start: a resumed run must render its prompts as before.
     return replace(config, template_time=config.template_time or run.started), folder, notices
 
 
@@ -105,12 +108,12 @@ def go_back(config: PipelineConfig, folder: RunFolder, step: int) -> bool:
     checkpoints.set_aside(later, into / "checkpoints" if inside else None)
     for file in dumps:
         (into / "dumps").mkdir(parents=True, exist_ok=True)
-        shutil.move(file, into / "dumps" / file.name)
+        shutil.move(file, into / "dumps" / file.name)  # not rename: dumps may be on another disk than the run
     ledger = Path(config.ledger.path)
     for suffix in _LEDGER_FILES if later else ():
         if (part := Path(f"{ledger}{suffix}")).is_file():
             into.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(part, into / part.name)
+            shutil.copy2(part, into / part.name)  # a copy: the run goes on with the ledger itself
     folder.leave_behind(step, into)
     folder.update_record(branch=folder.record.branch + 1)
     logger.warning("the run goes back to step %d; what it made of later steps is in %s", step, into)
@@ -167,7 +170,7 @@ def _move_former(config: PipelineConfig, former: RunRecord | None) -> tuple[Path
             if (part := Path(f"{place}{suffix}")).exists():
                 part.rename(f"{place}.{number}{suffix}")
                 changes.append(f"{key}={place}.{number}")
-    changes = sorted(set(changes))
+    changes = sorted(set(changes))  # the files of a ledger are one key
     if path.exists():
         path.rename(moved)
     else:

@@ -35,7 +35,7 @@ async def _follow(requests: ReplicaRequests, engines: Engines, starter: ReplicaS
             if (request := requests.take()) is not None:
                 text, refused = obey(request, engines, starter, queue)
                 requests.answer(request, text, refused=refused)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError) as error:  # a broken request must not end the run
             logger.warning("a request for replicas can not be read or answered: %s: %s", type(error).__name__, error)
 
 
@@ -44,7 +44,7 @@ def obey(request: ReplicaRequest, engines: Engines, starter: ReplicaStarter, que
     found: list[str] = []
     try:
         if request.replicas is not None:
-            starter.refuse(request.replicas)
+            starter.refuse(request.replicas)  # first, so that a refusal has changed nothing
         if request.max_queue_size is not None:
             queue.resize(request.max_queue_size)
             found.append(f"max_queue_size {request.max_queue_size}")

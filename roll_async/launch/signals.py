@@ -59,6 +59,7 @@ def stop_on_signals(pipeline: Stoppable, checkpoints: str) -> Iterator[None]:
         if signals == 2:
             trained = f"the last whole step was {pipeline.trained_step}"
             print_line(f"ending at once: steps after the newest checkpoint in {checkpoints} are not saved; {trained}")
+            # Not sys.exit, which would wait for the roles that do not close.
             loop.call_later(_CLOSE_WITHIN_S, os._exit, EXIT_INTERRUPTED)
         running.cancel()
 

@@ -45,8 +45,9 @@ def serve_forks(control: socket.socket, work: Callable[[socket.socket], None]) -
             control.sendall(f"!fork: {error}".encode())
             pid = -1
         if pid == 0:
-            control.close()
+            control.close()  # only the template answers here
             _become_worker(socket.socket(fileno=ends[0]), work)
+        # The template's copy: left open, it would hide the end of the worker from the parent.
         os.close(ends[0])
         if pid > 0:
             control.sendall(b"%d" % pid)

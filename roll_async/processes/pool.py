@@ -101,6 +101,7 @@ class WorkerProcess(asyncio.Protocol):
         """Use this end of its socket; returns when the process is ready. Raises RuntimeError with the reason when it
         will not be.
         """
+        # An end of a socketpair is connected already.
         transport, _ = await asyncio.get_running_loop().connect_accepted_socket(lambda: self, end)
         self._transport = cast(asyncio.Transport, transport)
         assert self.handle is not None
@@ -117,7 +118,7 @@ class WorkerProcess(asyncio.Protocol):
                     await asyncio.wait_for(self._ended.wait(), _ENDING_S)
             status = await self.handle.wait()
         if self._transport is not None:
-            self._transport.abort()
+            self._transport.abort()  # not close, which would write out what is buffered first
         return status
 
     def data_received(self, data: bytes) -> None:
@@ -137,7 +138,7 @@ class WorkerProcess(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._ended.set()
         if not self._ready.done():
-            self._ready.set_result(b"")
+            self._ready.set_result(b"")  # no answer: it ended before it was ready
         if self._on_end is not None:
             self._on_end()
 
@@ -184,7 +185,7 @@ class ProcessPool:
         self._spare = None
         for task in starting:
             task.cancel()
-        await asyncio.gather(*starting, return_exceptions=True)
+        await asyncio.gather(*starting, return_exceptions=True)  # no start that fails now is of interest
         for process in list(self._processes):
             self.end(process)
         while self._ending:
@@ -213,7 +214,7 @@ class ProcessPool:
                 process.handle = await self._fork(theirs)
             else:
                 process.handle = _Spawned(await _python(self._program, theirs, fork=False))
-            theirs.close()
+            theirs.close()  # only the process has that end now, so its death is the end of our input
             await process.connect(ours, self._program.start_timeout_s)
         except BaseException:  # also when cancelled: the process must not be left
             theirs.close()
@@ -252,7 +253,7 @@ class _Spawned:
         """End the process and everything it started."""
         if self._process.returncode is None:  # else its number may be another's by now
             with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+                os.killpg(self._process.pid, signal.SIGKILL)  # it leads a session, so a group, of its own
 
     async def wait(self) -> int:
         return await self._process.wait()
@@ -272,7 +273,7 @@ class _Template:
     async def open(cls, program: Program) -> _Template:
         """One that is ready. Raises RuntimeError with the reason when it will not be."""
         control, theirs = socket.socketpair()
-        control.setblocking(False)
+        control.setblocking(False)  # the event loop's sock_recv takes no other
         try:
             template = cls(await _python(program, theirs, fork=True), control)
         except BaseException:  # also when cancelled: nobody else has this end
@@ -310,7 +311,7 @@ class _Template:
             await self._end()
 
     async def _ask(self, message: bytes, end: socket.socket | None = None) -> bytes:
-        async with self._asking:
+        async with self._asking:  # one question at a time: answers have no number
             try:
                 if self.closed:
                     raise OSError("closed while this question waited")
@@ -372,7 +373,7 @@ async def _python(program: Program, end: socket.socket, *, fork: bool) -> asynci
             **program.environment(),
             "OMP_NUM_THREADS": "1",
         },  # one process for each core, not for each a pool of threads
-        pass_fds=(end.fileno(),),
+        pass_fds=(end.fileno(),),  # it has the same number there
         start_new_session=True,  # what user code starts ends with it; Ctrl-C reaches only the driver, which ends both
     )
 

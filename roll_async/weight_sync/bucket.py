@@ -134,5 +134,5 @@ class UpdatePlan:
         """The plan for each replica: in a chain, in which each may relay the weights to the next."""
         return {
             name: replace(self, attempt=attempt, replica=name, upstream=upstream)
-            for upstream, name in zip([None, *replicas], replicas, strict=False)
+            for upstream, name in zip([None, *replicas], replicas, strict=False)  # the last relays to nobody
         }

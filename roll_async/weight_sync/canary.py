@@ -102,6 +102,7 @@ class CanaryOptions:
         context = config.longest_sequence
         return cls(
             prompts=push.canary_prompts,
+            # The first always: where the context is shorter, its tokens are all of that depth.
             depths=(DEPTHS[0], *(depth for depth in DEPTHS[1:] if depth <= context)),
             longest=context - 1,
             band=band_of(config),
@@ -174,6 +175,7 @@ class Canary:
         """
         for earlier in (self._check, self._scoring):
             if earlier is not None:
+                # Not awaited itself: its error is for `report` to raise.
                 await asyncio.wait({earlier})
         self._scoring = None
         if self._rows and self._options.at_once:
@@ -191,6 +193,7 @@ class Canary:
 
     async def _score(self, version: WeightVersion) -> None:
         values = _flat(await self._source.score(self._rows))
+        # Scored again, a version must not become the one before itself.
         if self._trainer is None or self._trainer.version != version:
             self._before = self._trainer
         self._trainer = _Scores(version=version, values=values)
@@ -233,6 +236,7 @@ class Canary:
         report = CanaryReport(difference=difference, by_depth=by_depth, moved=moved, alarms=tuple(filter(None, alarms)))
         for alarm in report.alarms:
             logger.warning("Weight canary, version %d: %s", version, alarm)
+        # An alarm about the trainer comes after those, and is no engine's mismatch.
         if self._options.stop and any(alarms[: len(scores)]):
             raise EngineMismatch(f"version {version}: {report.alarms[0]} (weight_sync.on_mismatch: stop)")
         return report
@@ -333,7 +337,7 @@ def canary_rows(texts: Iterable[Sequence[int]], options: CanaryOptions) -> list[
             continue
         seen.add(whole)
         if len(whole) > 1 and len(heads) < options.prompts:
-            heads[whole[:width]] = None
+            heads[whole[:width]] = None  # texts with the same head would be the same row
         long += whole[: size - len(long)]
         if len(heads) == options.prompts and len(long) == size:
             break

@@ -62,8 +62,10 @@ class LastExport:
         """What to send of a piece instead of all of it, uint8; None = all of it. Keeps the piece."""
         if not self._keeps:
             return None
+        # Compared on the host, where the copy of the last export is: a device has no room for one.
         new, old = flat_bytes(tensor).cpu(), self._pieces.get((slot.name, slot.cut))
         if old is None or len(old) != len(new):
+            # A copy: on a CPU `new` is the weight itself, which is trained further.
             self._pieces[slot.name, slot.cut] = new.clone()
             return None
         old, new = (data.view(_WORDS[tensor.element_size()]) for data in (old, new))
@@ -72,7 +74,7 @@ class LastExport:
             old.copy_(new)
             return None
         values = new[places]
-        old[places] = values
+        old[places] = values  # what receivers will hold after it
         return torch.cat([values.view(torch.uint8), _gaps(places).to(torch.uint8)])
 
     def whole(self, slot: TensorSlot, raw: Tensor, *, owned: bool) -> Tensor:
@@ -84,13 +86,14 @@ class LastExport:
         if slot.num_values is None:
             kept = self._pieces.get((slot.name, slot.cut))
             if kept is None:
+                # copy=True: `to` alone returns the reader's view where it is on the host.
                 self._pieces[slot.name, slot.cut] = raw if owned else raw.to("cpu", copy=True)
             else:
                 kept.copy_(raw)
             return raw
         kept = self[slot]
         _apply(raw.cpu(), kept, slot)
-        return kept.to(raw.device)
+        return kept.to(raw.device)  # where the engine loads from; the digest is over this, too
 
 
 def _differing(old: Tensor, new: Tensor) -> Tensor | None:
@@ -98,6 +101,7 @@ def _differing(old: Tensor, new: Tensor) -> Tensor | None:
     integer type. None when sending them is not worth it.
     """
     count, size = len(new), new.element_size()
+    # In values: each takes its own bytes and one more for its place.
     most = _PAYS * count * size / (size + 1)
     step = max(1, count // _LOOKED_AT)
     if step > 1 and (old[::step] != new[::step]).sum().item() * step > 2 * most:
@@ -112,12 +116,13 @@ def _differing(old: Tensor, new: Tensor) -> Tensor | None:
 
 def _gaps(places: Tensor) -> Tensor:
     """How many values lie before each, after the place before."""
+    # -1 as the place before the first: its gap counts from the start of the piece.
     return torch.diff(places, prepend=places.new_tensor([-1])) - 1
 
 
 def _bridged(places: Tensor, gaps: Tensor) -> Tensor:
     """`places` with so many more before each that no gap is too long."""
-    steps = gaps // _STRIDE + 1
+    steps = gaps // _STRIDE + 1  # places that stand for this one: itself, and one more for each 256 of its gap
     number = torch.arange(int(steps.sum())) - (steps.cumsum(0) - steps).repeat_interleave(steps)
     before = (places - gaps - 1).repeat_interleave(steps)
     return torch.minimum(before + (number + 1) * _STRIDE, places.repeat_interleave(steps))
@@ -126,10 +131,12 @@ def _bridged(places: Tensor, gaps: Tensor) -> Tensor:
 def _apply(changes: Tensor, whole: Tensor, slot: TensorSlot) -> None:
     """Write them into `whole`, uint8."""
     assert slot.num_values is not None
+    # Each change is a value and one byte of its gap.
     size = changes.numel() // slot.num_values - 1
     values, gaps = changes.split([slot.num_values * size, slot.num_values])
+    # long: sums of bytes exceed a byte.
     places = (gaps.long() + 1).cumsum(0) - 1
     target = whole.view(_WORDS[size])
-    if places[-1] >= target.numel():
+    if places[-1] >= target.numel():  # ascending, so the last one is the largest
         raise RuntimeError(f"{slot.name}: a changed value lies at {int(places[-1])} of {target.numel()}")
     target[places] = values.view(_WORDS[size])

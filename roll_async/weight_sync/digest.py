@@ -57,6 +57,7 @@ class Digest:
     def of(self, slot: TensorSlot, data: Tensor) -> int:
         """Digest of one piece."""
         piece = hashlib.blake2b(digest_size=16)
+        # With name and place: equal bytes in another tensor, or elsewhere in it, are not equal.
         piece.update(f"{slot.name}|{slot.dtype}|{slot.shape}|{slot.cut}|{data.numel()};".encode())
         if self._verify == "full":
             piece.update(xxh3_128_digest(bytes_of(data)) if self._on_host else _fold(data))
@@ -129,7 +130,7 @@ def _fold(data: Tensor) -> bytes:
     """
     whole = data.numel() // _WORD_BYTES * _WORD_BYTES
     if data.data_ptr() % _WORD_BYTES or data.storage_offset() % _WORD_BYTES:
-        data = data.clone()
+        data = data.clone()  # a view as int64 needs a start at a multiple of 8
     weights = _weights(data.device)
     chunks = data[:whole].view(torch.int64).split(_CHUNK_WORDS) if whole else ()
     sums = [(chunk * weights[: len(chunk)]).sum() for chunk in chunks]
@@ -140,6 +141,7 @@ def _fold(data: Tensor) -> bytes:
 @cache
 def _weights(device: torch.device) -> Tensor:
     """[_CHUNK_WORDS] odd int64, the same on every machine: splitmix64 of the position, in wrapping arithmetic."""
+    # The constants of splitmix64 as signed numbers: torch computes no uint64.
     mixed = torch.arange(1, _CHUNK_WORDS + 1, dtype=torch.int64) * -7046029254386353131
     mixed = (mixed ^ (mixed >> 30)) * -4658895280553007687
     mixed = (mixed ^ (mixed >> 27)) * -7723592293110705685

@@ -24,7 +24,7 @@ def update_errors(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except (EngineDead, UpdateFailed):
+    except (EngineDead, UpdateFailed):  # before OSError and RuntimeError, of which they are kinds
         raise
     except (RuntimeError, OSError, ValueError, LookupError) as error:
         kind = "" if type(error) is RuntimeError else f"{type(error).__name__}: "  # of a RuntimeError the text says all

@@ -27,6 +27,7 @@ class _Kind(Enum):
     VOCABULARY = re.compile(r"(^|\.)(embed_tokens|lm_head)\.weight$")
 
 
+# Asked for each name, rank and push, and a mixture of experts has tens of thousands of names.
 @lru_cache(maxsize=1 << 16)
 def _kind(name: str) -> _Kind | None:
     return next((kind for kind in _Kind if kind.value.search(name)), None)
@@ -62,6 +63,7 @@ class EngineLayout:
 
     def kept(self, name: str, shape: Sequence[int], rank: int) -> Cut | None:
         """The part of an HF tensor that tensor-parallel rank `rank` keeps; None = all of it."""
+        # Which rank has which expert is the engine's choice, not known here.
         if self.tensor == 1 or (self.expert_parallel and ".experts." in name):
             return None
         match _kind(name):
@@ -77,7 +79,7 @@ class EngineLayout:
 
     def _even(self, dim: int, size: int, parts: int, rank: int) -> Cut | None:
         """Equal parts; neighbouring ranks share one where there are fewer parts than ranks."""
-        if size % parts or self.tensor % parts:
+        if size % parts or self.tensor % parts:  # it is sent whole: costs bytes, and is never wrong
             return None
         part, step = rank // (self.tensor // parts), size // parts
         return Cut(dim=dim, start=part * step, stop=(part + 1) * step)
@@ -87,6 +89,7 @@ class EngineLayout:
         if padded % self.tensor:
             return None
         step = padded // self.tensor
+        # Bounded by the real size: the last ranks may hold padding alone.
         return Cut(dim=0, start=min(size, rank * step), stop=min(size, (rank + 1) * step))
 
 

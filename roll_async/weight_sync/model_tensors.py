@@ -45,7 +45,7 @@ def _grouped_query(config: HfConfig) -> _Shapes:
 def _qwen2(config: HfConfig) -> _Shapes:
     for name, shape in _grouped_query(config):
         yield name, shape
-        if not name.startswith("o_"):
+        if not name.startswith("o_"):  # Qwen2 has biases on q, k and v alone
             yield name.replace("weight", "bias"), shape[:1]
 
 
@@ -83,7 +83,7 @@ _ATTENTION = {
 def _mlp(config: HfConfig, layer: int) -> _Shapes:
     hidden = config.integer("hidden_size")
     experts = config.integer("num_experts", "num_local_experts", "n_routed_experts", default=0)
-    if not experts or layer < config.integer("first_k_dense_replace", default=0):
+    if not experts or layer < config.integer("first_k_dense_replace", default=0):  # DeepSeek's first layers are dense
         yield from _gated("", hidden, config.integer("intermediate_size"))
         return
     width, shared = config.integer("moe_intermediate_size"), config.integer("n_shared_experts", default=0)

@@ -307,7 +307,7 @@ class ParameterSynchronizer(Generic[Replica]):
                 push.set_held(replica, Held.LATE)
             else:
                 push.set_held(replica, Held.NOTHING if replica in push.failed else goal)
-            upstream_late = late
+            upstream_late = late  # in a chain the next one may be late because of this one
         reached = [r for r in tried if r not in push.failed]
         for replica in reached:
             push.failures.pop(replica.name, None)
@@ -338,6 +338,7 @@ class ParameterSynchronizer(Generic[Replica]):
                 else:
                     digest = item
         finally:
+            # Before another attempt begins: the ranks send one export at a time.
             await export.aclose()  # type: ignore[attr-defined]
         self._enter(SyncState.VERIFYING)
         await self._call_each(push, receivers, lambda r: _prove(r, digest))
@@ -374,7 +375,7 @@ class ParameterSynchronizer(Generic[Replica]):
                 push.failed.update({calls[task]: _LOST for task in lost})
         finally:
             for task in calls:
-                task.cancel()
+                task.cancel()  # also those given up: the next attempt calls the same replicas
         for task in waiting:
             cut = straggles_s is not None and deadline < push.deadline
             limit = f"{straggles_s:g} s after half of the replicas were" if cut else self._limit
@@ -470,7 +471,7 @@ class ExportPlanner(Generic[Replica]):
         if not self._sparse:
             return plan
         base = self._export if self._holders.issuperset(receivers) else None
-        self._holders, self._export = set(), self._export + 1
+        self._holders, self._export = set(), self._export + 1  # an export that breaks off is nobody's base
         return replace(plan, export=self._export, base=base)
 
     def transferred(self, receivers: Sequence[Replica], proved: Sequence[Replica]) -> None:
@@ -481,7 +482,7 @@ class ExportPlanner(Generic[Replica]):
     def committed(self, receivers: Sequence[Replica], serving: Sequence[Replica]) -> None:
         """The swap is over; `serving`: those of the receivers that serve the version."""
         self._frozen -= set(receivers) - set(serving)
-        self._holders &= set(serving)
+        self._holders &= set(serving)  # a base is what was committed, not what was proved
         if self._adapters:
             self._frozen |= set(serving)
 

@@ -85,6 +85,7 @@ def traffic(
     tensors = list(tensors)
     num_layers = 1 + max((int(found[1]) for t in tensors if (found := _LAYER.search(t.name))), default=0)
     sent = [[0] * engine.tensor for _ in range(pipeline)]
+    # Layers are alike: one of each kind is computed, which is thousands of times fewer with experts.
     alike = Counter(
         (_stage(t.name, num_layers, pipeline), _NUMBER.sub(".0", t.name), t.shape, t.element_bytes) for t in tensors
     )
@@ -92,6 +93,7 @@ def traffic(
         for rank in range(engine.tensor):
             kept = engine.kept(name, shape, rank)
             sent[stage][rank] += count * math.prod(shape if kept is None else kept.of(shape)) * element_bytes
+    # trainer_ranks / pipeline ranks share what the largest stage sends.
     most = math.ceil(max(map(sum, sent)) * pipeline / trainer_ranks)
     return Traffic(
         model_bytes=sum(tensor.num_bytes for tensor in tensors),

@@ -23,6 +23,7 @@ from roll_async.weight_sync.digest import Digest, flat_bytes
 from roll_async.weight_sync.layout import Cut, EngineLayout, Fragment, fragments, needed_elements
 from roll_async.weight_sync.transport.transports import RECEIVERS, SENDERS
 
+# A view of bytes as a dtype must begin at a multiple of its size; 16 is one for every dtype.
 ALIGNMENT = 16
 """Bytes: every tensor of a block begins at a multiple."""
 
@@ -141,6 +142,7 @@ def _pieces(part: TensorPart, layout: EngineLayout, block_bytes: int) -> Iterato
     for fragment in fragments(layout, part.name, part.shape, part.cut):
         tensor, cut = part.tensor, fragment.cut
         if cut is not None and cut != part.cut:
+            # A fragment's cut counts from the whole tensor, this rank's memory from its own part.
             begin = 0 if part.cut is None else part.cut.start
             tensor = tensor.narrow(cut.dim, cut.start - begin, cut.stop - cut.start)
         num_bytes = tensor.numel() * tensor.element_size()
@@ -157,7 +159,7 @@ def _pieces(part: TensorPart, layout: EngineLayout, block_bytes: int) -> Iterato
 
 def size_of(planned: PlannedBlock) -> int:
     """Bytes of a planned block."""
-    last = planned[-1][0]
+    last = planned[-1][0]  # slots are in the order of their offsets
     return last.offset + last.num_bytes
 
 
@@ -208,7 +210,7 @@ class BlockSender:
         """Publish the next block; None when this rank has sent all of its own."""
         planned = next(self._planned, None)
         if planned is None:
-            self.kept.complete(self.plan)
+            self.kept.complete(self.plan)  # only now: nothing may build on an export that broke off
             return None
         index, self._index = self._index, self._index + 1
         num_bytes = size_of(planned)
@@ -217,7 +219,7 @@ class BlockSender:
             whole = data[slot.offset : slot.offset + slot.num_bytes] if slot.num_values is None else self.kept[slot]
             piece = self._digest.of(slot, whole)
             for rank in slot.ranks:
-                self.sent[rank] += piece
+                self.sent[rank] += piece  # `of_trainer` takes the modulus of the sum
                 self.kept.frozen.add(slot, piece, rank)
         return Block(
             source=self._source, slots=tuple(slot for slot, _ in planned), num_bytes=num_bytes, location=location
@@ -249,6 +251,7 @@ class Receiver:
         """
         self._plan, self._reader, self._rank, self._keeps_memory = plan, reader, rank, keeps_memory
         self._kept, self._owns_memory = kept, owns_memory
+        # Changes on top of another base would give a wrong model, and only the digest would tell.
         if not kept.begin(plan) and plan.base is not None:
             raise RuntimeError(f"export {plan.export} holds what changed since export {plan.base}, which is not held")
         if plan.content is not Content.ADAPTERS:
@@ -313,6 +316,7 @@ def _assembled(pieces: _Pieces) -> Tensor:
     slot, tensor = pieces[0]
     if slot.cut is None:
         return tensor
+    # Not zeros: host memory that is never touched takes no pages.
     whole = torch.empty(slot.shape, dtype=tensor.dtype, device=tensor.device)
     for part, values in pieces:
         assert part.cut is not None
@@ -364,8 +368,8 @@ def open_receiver(plan: UpdatePlan, kept: LastExport, *, rank: int = 0) -> Recei
         reader,
         kept,
         rank=rank,
-        keeps_memory=plan.transport in STAGED,
-        owns_memory=plan.transport == "gloo",
+        keeps_memory=plan.transport in STAGED,  # a device's buffer is filled again by the block after next
+        owns_memory=plan.transport == "gloo",  # received here; a mapped file belongs to the sender
     )
 
 

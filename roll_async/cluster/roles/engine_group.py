@@ -85,6 +85,7 @@ class EngineCalls(Replica, Protocol):
     async def memory(self) -> EngineMemory: ...
 
 
+# Ray would restart an actor without its model; the supervisor starts replicas again itself.
 @ray.remote(max_restarts=0)
 @served({"_host": RequestTraffic, "_engine": TakesWeights})
 class EngineReplica:
@@ -109,6 +110,7 @@ class EngineReplica:
         """
         await self._prepare(after, span)
         with defer_gc_during_startup():
+            # Imported here: the modules of a library are most of what a collection would go over.
             from roll_async.inference.backends import create_engine
             from roll_async.inference.engine_host import EngineHost
 
@@ -131,7 +133,7 @@ class EngineReplica:
         require_model(self._settings.model_folder)
         self._settings = replace(self._settings, span=span)
         if self._settings.device == "cpu":
-            os.nice(_CPU_NICENESS)
+            os.nice(_CPU_NICENESS)  # before the library's threads and processes, which inherit it
 
     async def wait_ended(self) -> None:
         """Return when a rank that follows on this node has ended."""
@@ -236,6 +238,7 @@ class RayEngineClient(Proxy, EngineCalls):
             for actor, host in zip(self._followers, self.hosts[1:], strict=True)
         ]
         follow = (node.follow(gone[rank], spans[rank]) for rank, node in enumerate(others, 1))
+        # Together: in their start the ranks of all nodes wait for each other.
         (self.capabilities, own), theirs = await asyncio.gather(first.start(gone[0], spans[0]), asyncio.gather(*follow))
         self.processes = (own, *theirs)
         self._broken = asyncio.ensure_future(self._watch(others))
@@ -255,7 +258,7 @@ class RayEngineClient(Proxy, EngineCalls):
         try:
             if self._broken is not None:
                 await asyncio.wait((collecting, self._broken), return_when=asyncio.FIRST_COMPLETED)
-                if not (collecting.done() or self._broken.cancelled()):
+                if not (collecting.done() or self._broken.cancelled()):  # a report that came first is not lost
                     await self._broken
             return await collecting
         finally:

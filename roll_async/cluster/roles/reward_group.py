@@ -84,7 +84,7 @@ class RewardHost:
             asyncio.create_task(self._score(number, prompt, text))
             for (number, prompt, _), text in zip(questions, texts, strict=True)
         ]
-        done, late = await asyncio.wait(tasks, timeout=_ANSWER_COALESCE_S)
+        done, late = await asyncio.wait(tasks, timeout=_ANSWER_COALESCE_S)  # not gather: late ones go on
         self._late |= late
         for task in late:
             task.add_done_callback(self._ended_late)
@@ -104,7 +104,7 @@ class RewardHost:
     async def collect(self) -> tuple[list[Answer], list[str]]:
         """Wait for at least one answer that came too late for `submit`, and one batching window for more."""
         await self._news.wait()
-        await asyncio.sleep(_ANSWER_COALESCE_S if self._late else 0)
+        await asyncio.sleep(_ANSWER_COALESCE_S if self._late else 0)  # without late ones none can join
         self._news.clear()
         answers, self._answers = self._answers, []
         return answers, self._take_notices()
@@ -136,6 +136,7 @@ class HostPlan:
             "max_concurrency": _CONCURRENT_CALLS,
             "runtime_env": {"env_vars": {**self.env, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}},
         }
+        # Numbered: Ray may still have the host that died under its name.
         host = RewardHost.options(**options, name=f"rewards-{attempt}").remote(dict(self.rewards))
         assert isinstance(host, ActorHandle)  # Ray says "or the class itself", for the sake of editors
         try:
@@ -193,12 +194,12 @@ class RayScorer:
         try:
             return await result
         finally:
-            self._waiting.pop(number, None)
+            self._waiting.pop(number, None)  # also when cancelled: the answer is nobody's then
 
     async def _send(self) -> None:
         while self._outbox:
             await asyncio.sleep(_COALESCE_S)
-            batch, self._outbox = self._outbox, []
+            batch, self._outbox = self._outbox, []  # what comes during the call is the next batch
             try:
                 self._answer(*await self._plan.calls(self._host).submit(batch))
             except StallError:
@@ -233,7 +234,7 @@ class RayScorer:
             result = self._waiting.get(number)
             if reward is None:
                 self._fail([number], ConnectionError(problem))
-            elif result is not None and not result.done():
+            elif result is not None and not result.done():  # its caller may be gone
                 result.set_result(reward)
 
     async def _restart(self) -> None:

@@ -66,7 +66,7 @@ class RolloutHost:
 
     def __init__(self, start: StartRoles, log_files: Sequence[str]) -> None:
         self._start, self._stack, self._warnings = start, AsyncExitStack(), _Warnings()
-        log_to(log_files).addHandler(self._warnings)
+        log_to(log_files).addHandler(self._warnings)  # the console is the driver's, which prints them
 
     async def start(self) -> None:
         """Start engines and rewards."""

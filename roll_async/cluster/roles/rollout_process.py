@@ -107,6 +107,7 @@ class RolloutProcess:
         Raises ValueError for what the user can fix, RoleFailed for what a role reports, StallError when it does not
         come up in time.
         """
+        # Not soft: on another node the ledger's file would be another one.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         env = {**env, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         options = {"scheduling_strategy": here, "runtime_env": {"env_vars": env}}

@@ -234,6 +234,7 @@ class RayTrainerGroup:
         user can fix, StallError when they do not come up in time.
         """
         if embedded:
+            # All ranks are on this machine, so none of their ports need be open to others.
             env = {**env, "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         ranks: list[ActorHandle] = []
         for p in placements:
@@ -247,7 +248,7 @@ class RayTrainerGroup:
             addresses = await group._all(RankCalls.node_address)
             group.hosts = frozenset(addresses)
             if not embedded:
-                group._host = addresses[0]
+                group._host = addresses[0]  # rank 0 listens, so its node
             port = await group._listen()
             group._started = await group._all(RankCalls.start, len(ranks), group._host, port)
         except BaseException:  # also when cancelled: the processes must not be left
@@ -292,6 +293,7 @@ class RayTrainerGroup:
         """Log-probs of given rows at temperature 1, see WeightSource."""
         lengths = torch.tensor([len(row) for row in rows])
         tokens = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+        # Without the first token, which has nothing before it.
         mask = (torch.arange(tokens.shape[1]) < lengths[:, None]) & (torch.arange(tokens.shape[1]) > 0)
         asked = TokenRows(tokens=tokens, lengths=lengths, mask=mask)
         scored = await self._score(RankCalls.compute_plain_logprobs, asked)
@@ -317,7 +319,8 @@ class RayTrainerGroup:
         self, split: Callable[[T], list[DataParallelShard]], rows: T
     ) -> tuple[list[DataParallelShard], list[DataParallelShard]]:
         """The shares by data-parallel rank, and each rank's own in the object store."""
-        shares = await asyncio.to_thread(split, rows)
+        shares = await asyncio.to_thread(split, rows)  # the loop goes on meanwhile
+        # One object for each share: ranks that share a data-parallel rank read the same one.
         refs = cast(
             list[DataParallelShard], [ray.put(share) for share in shares]
         )  # as an argument it arrives as the share itself
@@ -336,6 +339,7 @@ class RayTrainerGroup:
                 pending = asyncio.ensure_future(self._next_bucket(bucket.index + 1))
                 yield bucket
         finally:
+            # Not cancelled: the ranks are in that call, and whatever is asked next comes after it.
             if not pending.done():
                 await asyncio.wait([pending])
         yield of_trainer(await self._all(RankCalls.export_digest))
@@ -410,7 +414,7 @@ class RayTrainerGroup:
         later calls raise the same error at once.
         """
         if self._lost is not None:
-            raise type(self._lost)(str(self._lost))
+            raise type(self._lost)(str(self._lost))  # a new one: raised again, the same would gather notes
         name = method.__name__
         calls = [getattr(rank, name)(*args) for rank, args in zip(self._ranks, of_ranks, strict=True)]
         try:
@@ -437,10 +441,10 @@ class RayTrainerGroup:
                 late = await self._late(calls, limit_s - patience_s)
             if late:
                 raise StallError(f"{late}: {what} did not return within {limit_s:g} s (fault.rpc_timeout)")
-            if what not in _STARTS:
+            if what not in _STARTS:  # a start takes minutes, and would hide a slow call for the rest of the run
                 self._longest_s = max(self._longest_s, loop.time() - began_s)
             failed = [c for c in calls if c.done() and c.exception() is not None]
-            return [c.result() for c in failed or calls]
+            return [c.result() for c in failed or calls]  # that of a failed one raises it, the first rank's first
         finally:
             for one in calls:
                 one.cancel()

@@ -65,7 +65,7 @@ def attend_by_request(
     read_index = kwargs["read_index"][allocator.index]
     reads_cache = bool(read_index.numel())
     if reads_cache:  # what is read is at once as long as it is padded
-        indices = list(kwargs["read_index"])
+        indices = list(kwargs["read_index"])  # a copy: other layers of the step read the list, too
         indices[allocator.index] = read_index[wanted]
         kwargs["read_index"] = indices
     key, value = cache.update(key, value, module.layer_idx, kwargs)
@@ -92,6 +92,7 @@ def _rows(bounds_q: Tensor, bounds_k: Tensor, requests: Tensor) -> _Rows:
     num_queries, num_keys = bounds_q.diff()[requests, None], bounds_k.diff()[requests, None]
     query, key = torch.arange(int(num_queries.max())), torch.arange(int(num_keys.max()))
     queries, keys = query < num_queries, key < num_keys
+    # Query q of a request stands at position (its keys - its queries) + q, and sees no later key.
     seen = key <= (num_keys - num_queries)[..., None] + query[:, None]
     return _Rows(
         query_at=bounds_q[requests, None] + torch.where(queries, query, 0),

@@ -108,6 +108,7 @@ class HfEngine(Engine[HfTicket]):
         if settings.record_experts:
             from roll_async.inference.hf.experts import ExpertRecorder
 
+            # A function: another manager takes its place when truncation is switched on, and after a sleep.
             self._recorder = ExpertRecorder(self._model, lambda: self._manager)
         self._manager = self._new_manager()
 
@@ -130,13 +131,14 @@ class HfEngine(Engine[HfTicket]):
         batching = ContinuousBatchingConfig(
             num_blocks=self._num_pages,
             page_size=_PAGE_TOKENS,
+            # A step must have room for one token of every running request.
             max_batch_tokens=max(512, settings.max_running),
             max_requests_per_batch=settings.max_running,
             per_request_processors=True,
             return_logprobs=True,
             use_async_batching=False,
             use_cuda_graph=False,
-            allow_block_sharing=False,
+            allow_block_sharing=False,  # a swap of weights empties no prefix cache here
             seed=manager_seed(settings.seed, self._num_managers),
         )
         manager = self._model.init_continuous_batching(
@@ -206,7 +208,7 @@ class HfEngine(Engine[HfTicket]):
             later = torch.full((1, 1, len(token_ids), len(token_ids)), torch.finfo(self._model.dtype).min).triu(1)
             mask = later.to(device=ids.device, dtype=self._model.dtype)
             output = self._model(input_ids=ids, attention_mask=mask, position_ids=position, use_cache=False)
-            logits = output.logits[0, :-1].float()
+            logits = output.logits[0, :-1].float()  # as the trainer's log-probs, which are of float32 logits
             found = torch.log_softmax(logits, -1).gather(-1, ids[0, 1:, None])[:, 0]
         return array("f", found.tolist())
 
@@ -216,10 +218,10 @@ class HfEngine(Engine[HfTicket]):
         try:
             await self._idle.wait()
             self._truncating = True
-            await asyncio.to_thread(self._manager.stop, True)
+            await asyncio.to_thread(self._manager.stop, True)  # True: until its thread has ended
             self._manager = await asyncio.to_thread(self._new_manager)
         finally:
-            self._settled.set()
+            self._settled.set()  # also after an error: requests wait for it
 
     def _submit(self, ticket: HfTicket) -> None:
         """Submit the request to the manager. Its handler is registered first, because a token may arrive at once."""
@@ -229,7 +231,7 @@ class HfEngine(Engine[HfTicket]):
             vocab_size = self._model.config.vocab_size  # a larger top_k ends the manager's loop
             top_k = min(sampling.top_k, vocab_size) if sampling.top_k > 0 else vocab_size
             options |= {"top_k": top_k, "top_p": sampling.top_p}
-        self._idle.clear()
+        self._idle.clear()  # nothing was awaited since `_ready`, so managers are not being changed
         if self._recorder is not None:
             self._recorder.announce(request_id, ticket.request.recorded_positions)
         self._manager.register_result_handler(request_id, lambda output: self._received(ticket, output))
@@ -247,6 +249,7 @@ class HfEngine(Engine[HfTicket]):
     def _received(self, ticket: HfTicket, output) -> None:  # noqa: ANN001 (GenerationOutput; called on the event loop)
         if ticket.finished.is_set():
             return
+        # An output holds all tokens so far, not only the new ones.
         ticket.tokens, ticket.logprobs = output.generated_tokens, output.logprobs
         if output.error is not None:
             ticket.error = str(output.error)
@@ -262,6 +265,7 @@ class HfEngine(Engine[HfTicket]):
         experts = None
         if self._recorder is not None:
             request = ticket.request
+            # The last token was sampled and never read, so no router has seen it.
             fed = len(request.prompt_token_ids) + len(tokens) - 1 if tokens else request.recorded_positions
             experts = self._recorder.take(request.request_id, fed)
         return self._completion(ticket, self._part(ticket, 0, len(tokens)), reason, experts)
@@ -292,6 +296,7 @@ class HfEngine(Engine[HfTicket]):
         for ticket in running:
             self._manager.cancel_request(ticket.request.request_id)
         if running:
+            # A cancelled request may still be in the step under way.
             await asyncio.to_thread(self._end_of_step)
         for ticket in tickets:
             ticket.finished.set()
@@ -330,7 +335,7 @@ class HfEngine(Engine[HfTicket]):
 
         pairs = [(name, self._targets[name], tensor) for name, tensor in tensors]
         for name, target, tensor in pairs:
-            if target.shape != tensor.shape:
+            if target.shape != tensor.shape:  # `copy_` would broadcast
                 raise RuntimeError(f"{name} has shape {tuple(target.shape)}, not {tuple(tensor.shape)}")
             target.copy_(tensor)
         if self._settings.device != "cpu":

@@ -78,7 +78,7 @@ class ExpertRecorder:
         chosen, self._chosen = self._chosen, []
         batch = self._manager().batch_processor
         assert batch is not None and len(chosen) == self._num_layers, "a step passes every router once"
-        rows = torch.stack(chosen, 1).to(self._dtype).cpu()  # [N,L,K]
+        rows = torch.stack(chosen, 1).to(self._dtype).cpu()  # [N,L,K], of a small type before it leaves the device
         start = 0
         assert isinstance(batch.inputs_and_outputs, ContinuousBatchingIOs), "use_async_batching is off"
         for request in batch.inputs_and_outputs.requests_in_batch:

@@ -18,11 +18,12 @@ class WeightTargets:
     def __init__(self, model: nn.Module, model_type: str) -> None:
         """`model_type`: of config.json."""
         self._mixtral = model_type == "mixtral"
+        # Buffers that are not saved, such as rotary tables, come in no push.
         persistent = model.state_dict().keys()
         buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in persistent]
         self._targets: dict[str, Tensor] = {}
         for name, tensor in [*model.named_parameters(remove_duplicate=False), *buffers]:
-            self._targets |= self._parts(name, tensor.detach())
+            self._targets |= self._parts(name, tensor.detach())  # autograd refuses a copy into a leaf
         own = {name for name, _ in [*model.named_parameters(), *buffers]}
         tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - own
         self.names = frozenset(self._targets) - tied

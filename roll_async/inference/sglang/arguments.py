@@ -25,7 +25,7 @@ CPU_STREAM_INTERVAL, GPU_STREAM_INTERVAL = 16, 32
 
 def prepare_environment(settings: EngineSettings) -> None:
     """Set what SGLang reads at import. Call it in the engine's process before anything imports sglang."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # names were resolved to folders before any role starts
     # The length it is told is two more than any request of ours has, which may be more than the model has.
     os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
     if settings.device == "cpu":
@@ -72,16 +72,16 @@ def engine_arguments(settings: EngineSettings, text_config: PretrainedConfig) ->
         "skip_tokenizer_init": not settings.stop_strings,
         "skip_server_warmup": True,
         "grammar_backend": "none",
-        "sampling_mask_max_tokens": text_config.vocab_size,
+        "sampling_mask_max_tokens": text_config.vocab_size,  # top_p alone may leave every token
         "stream_interval": CPU_STREAM_INTERVAL if settings.device == "cpu" else GPU_STREAM_INTERVAL,
-        "weight_version": "0",
+        "weight_version": "0",  # label of tokens before the first commit
         "custom_weight_loader": [RANK_LOADER],
         "log_level": "error",
     }
     if settings.span is not None:
         span = settings.span
         arguments |= {"nnodes": span.num_nodes, "node_rank": span.node_rank}
-        host = f"[{span.master_addr}]" if ":" in span.master_addr else span.master_addr
+        host = f"[{span.master_addr}]" if ":" in span.master_addr else span.master_addr  # IPv6
         arguments |= {"dist_init_addr": f"{host}:{span.master_port}"}
     if settings.record_experts:
         arguments["enable_return_routed_experts"] = True
@@ -106,6 +106,7 @@ def engine_arguments(settings: EngineSettings, text_config: PretrainedConfig) ->
     twice = sorted(arguments.keys() & settings.extra.keys())
     if twice:
         raise ValueError(f"strategy_config.extra repeats what other keys decide: {', '.join(twice)}; remove it")
+    # None = SGLang's own default, which need not be None.
     return {**{k: v for k, v in arguments.items() if v is not None}, **settings.extra}
 
 

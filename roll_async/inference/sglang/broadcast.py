@@ -48,6 +48,7 @@ class RankBroadcast:
             group_name=_GROUP,
             backend=_BACKEND,
         )
+        # At the same time: each side waits in the rendezvous for the other.
         group, answer = await asyncio.gather(
             asyncio.to_thread(
                 init_custom_process_group,
@@ -73,8 +74,9 @@ class RankBroadcast:
                 dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in piece],
                 shapes=[list(tensor.shape) for _, tensor in piece],
                 group_name=_GROUP,
-                flush_cache=False,
+                flush_cache=False,  # once for all pieces, at the commit
             )
+            # A broadcast ends when the ranks take part, and they do so on this message.
             _, answer = await asyncio.gather(
                 asyncio.to_thread(self._broadcast, piece), self._manager.update_weights_from_distributed(wanted, None)
             )
@@ -83,6 +85,7 @@ class RankBroadcast:
     def _broadcast(self, piece: Sequence[tuple[str, Tensor]]) -> None:
         import torch.distributed as dist
 
+        # All of a piece are under way before the first is waited for.
         works = [dist.broadcast(tensor.contiguous(), src=0, group=self._group, async_op=True) for _, tensor in piece]
         for work in works:
             assert work is not None

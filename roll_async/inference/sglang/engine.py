@@ -90,7 +90,7 @@ class SglangEngine(Engine[SglangTicket]):
 
         try:
             self._engine = sglang.Engine(**arguments, custom_sigquit_handler=leave_failures_to_the_start)
-        except TypeError as error:
+        except TypeError as error:  # an argument that `sglang.Engine` does not have
             raise ValueError(f"strategy_config.extra: {error}") from error
         self._manager = self._engine.tokenizer_manager
         self._manager.signal_handler_class = self._signals
@@ -150,6 +150,7 @@ class SglangEngine(Engine[SglangTicket]):
     async def _generate(self, ticket: SglangTicket) -> Completion:
         await self._stream(ticket)
         finish = ticket.output.get("meta_info", {}).get("finish_reason") or {"type": "abort"}
+        # Neither an abort of ours nor a pause: SGLang could not run it.
         if finish["type"] == "abort" and not ticket.aborted.is_set() and self._serving.is_set():
             raise RuntimeError(f"SGLang gave up request {ticket.request.request_id}: {finish.get('message')}")
         tokens = self._tokens(ticket, 0, len(ticket.output.get("output_ids", ())))
@@ -193,6 +194,7 @@ class SglangEngine(Engine[SglangTicket]):
             logprob_start_len=0,
         )
         output = await anext(self._manager.generate_request(wanted, None))
+        # The first token has nothing before it, so no log-prob.
         return array("f", [row[0] for row in output["meta_info"]["input_token_logprobs"][1:]])
 
     def _tokens(self, ticket: SglangTicket, start: int, end: int) -> Tokens:
@@ -233,7 +235,7 @@ class SglangEngine(Engine[SglangTicket]):
         while left := [ticket for ticket in left if not ticket.done.is_set()]:
             for ticket in left:
                 state = self._manager.rid_to_state.get(ticket.wire_id)
-                if state is not None:
+                if state is not None:  # else it is on its way to SGLang: the next round finds it
                     state.abort_sent = (
                         False  # SGLang sends it once, and loses it where the scheduler has no request yet
                     )
@@ -298,6 +300,7 @@ class SglangEngine(Engine[SglangTicket]):
             await self._session.open()
             await self._session.load(self._incoming.staged)
         await self._session.close()
+        # Else kept requests hold the cache (see `_halt`), and no prefix in it is shared.
         if self._settings.enable_prefix_caching or not self._tickets:
             flushed = await self._manager.flush_cache()
             if not flushed.success:

@@ -35,5 +35,5 @@ class SglangFollower:
     def wait(self) -> None:
         """Return when one of the ranks has ended."""
         ranks = [child.sentinel for child in multiprocessing.active_children() if child.pid in self._ranks]
-        if len(ranks) == len(self._ranks):
+        if len(ranks) == len(self._ranks):  # a rank that ended before this call is no active child
             multiprocessing.connection.wait(ranks)

@@ -43,4 +43,4 @@ class SglangLoadReader:
 
 
 def _growth(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> int:
-    return max(0, now.get(key, 0) - before.get(key, 0))
+    return max(0, now.get(key, 0) - before.get(key, 0))  # the output of an aborted request lacks the key

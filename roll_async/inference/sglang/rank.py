@@ -75,6 +75,7 @@ class RankUpdate:
                 torch.cuda.empty_cache()
 
 
+# Of the module: SGLang calls `obey` anew each time, and an update takes many calls.
 _update = RankUpdate()
 
 

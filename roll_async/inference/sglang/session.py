@@ -70,7 +70,7 @@ class WeightSession:
         asked = Command(method=method, arguments=arguments, answers=str(file))
         await self._send(asked.as_tensors(), RANK_LOADER)
         answers = pickle.loads(file.read_bytes())
-        file.unlink()
+        file.unlink()  # the next command of this name must not read these
         for rank, (_, error) in enumerate(answers):
             if error:
                 raise RuntimeError(f"SGLang's rank {rank}: {error}")

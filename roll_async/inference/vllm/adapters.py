@@ -50,7 +50,7 @@ def set_adapter(manager: LoRAModelManager, tensors: Mapping[str, Tensor] | None)
     if not adapter.loras:  # vLLM wants one; every layer of the model that has none adds nothing
         nothing = torch.zeros(1, 1, device=device)
         adapter.loras["none"] = LoRALayerWeights("none", 1, 1, nothing, nothing)
-    manager.remove_adapter(_ID)
+    manager.remove_adapter(_ID)  # vLLM would keep the tensors of an adapter whose id it has
     manager.add_adapter(adapter)
     manager.activate_adapter(_ID)
 

@@ -15,13 +15,14 @@ from roll_async.inference.sleeping import drop_expandable_segments
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
+# What vLLM takes for max_lora_rank.
 _ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def prepare_environment(settings: EngineSettings) -> None:
     """Set what vLLM and CUDA read at import. Call it in the engine's process before anything imports vllm."""
     own_children()
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # names were resolved to folders before any role starts
     os.environ.update(VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="ERROR")
     if settings.device == "cpu":
         # Without it the first token waits 20 s for the inductor; `uni` keeps the worker in the engine's process.
@@ -94,9 +95,9 @@ def _arguments(settings: EngineSettings) -> dict[str, object]:
         # Left alone it takes Ray inside a placement group and refuses that group's bundles.
         "distributed_executor_backend": "mp" if ranks > 1 else "uni",
         "quantization": settings.quantization,
-        "logprobs_mode": "processed_logprobs",
+        "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
         "skip_tokenizer_init": not settings.stop_strings,
-        "disable_log_stats": True,
+        "disable_log_stats": True,  # `load.py` reads what is needed, at less cost a step
         "worker_extension_cls": "roll_async.inference.vllm.worker_extension.WeightUpdateExtension",
     }
     if settings.span is not None:

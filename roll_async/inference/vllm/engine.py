@@ -94,7 +94,7 @@ class VllmEngine(Engine[VllmTicket]):
         reader = StatisticsReader()
         llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[reader])  # pyright: ignore[reportArgumentType]
         cache = llm.vllm_config.cache_config
-        reader.started(llm, ((cache.num_gpu_blocks or 1) - 1) * cache.block_size)
+        reader.started(llm, ((cache.num_gpu_blocks or 1) - 1) * cache.block_size)  # one block stands for none
         return llm, reader
 
     async def _label(self, version: WeightVersion | None) -> None:
@@ -129,7 +129,7 @@ class VllmEngine(Engine[VllmTicket]):
 
     async def _score(self, token_ids: Sequence[int]) -> array:
         """By a request of its own, which a pause ends: its tokens would be read under two versions."""
-        self._num_scored += 1
+        self._num_scored += 1  # rows are scored at the same time, and two requests cannot share an id
         request = GenerateRequest(
             request_id=f"score-{self._num_scored}",
             prompt_token_ids=array("i", token_ids),
@@ -140,6 +140,7 @@ class VllmEngine(Engine[VllmTicket]):
         rows = None if output is None else output.prompt_logprobs
         if not rows:
             raise RuntimeError("the replica was paused before it had scored")
+        # The first token has nothing before it, so no log-prob.
         return array("f", [(row or {})[token].logprob for row, token in zip(rows[1:], token_ids[1:], strict=True)])
 
     def _so_far(self, ticket: VllmTicket, start: int) -> Tokens | None:
@@ -184,6 +185,7 @@ class VllmEngine(Engine[VllmTicket]):
 
     async def _digest(self) -> str:
         digests = await self._workers("roll_finish_update", beside=self._beside)
+        # Every stage receives what its tensor ranks keep of all layers, so all stages have one digest.
         size = self._settings.tensor_parallel_size
         stages = {of_replica(digests[start : start + size]) for start in range(0, len(digests), size)}
         if len(stages) != 1:

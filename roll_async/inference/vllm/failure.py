@@ -32,7 +32,7 @@ def start_errors() -> Iterator[None]:
         os.environ[_PATH] = str(config)
         try:
             yield
-        except (RuntimeError, OSError, AssertionError) as error:
+        except (RuntimeError, OSError, AssertionError) as error:  # a ValueError is for the user to fix
             logged = first_exception(log.read_text(errors="replace")) if log.is_file() else None
             raise RuntimeError(f"vLLM did not start: {logged or f'{type(error).__name__}: {error}'}") from error
         finally:

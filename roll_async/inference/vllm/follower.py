@@ -26,7 +26,7 @@ class VllmFollower:
             from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
             config = engine_arguments(self._settings).create_engine_config(headless=True)
-            self._executor = MultiprocExecutor(config, monitor_workers=False)
+            self._executor = MultiprocExecutor(config, monitor_workers=False)  # `wait` looks for their end
 
     def wait(self) -> None:
         """Return when one of the ranks has ended."""

@@ -69,7 +69,7 @@ class InProcessLLM:
                 try:
                     while True:
                         self._inbox.get(block=idle)()
-                        idle = False
+                        idle = False  # it may have brought a request: take what else is there, then step
                 except queue.Empty:
                     pass
                 if not self._paused and not self._closed and self._engine.has_unfinished_requests():
@@ -87,6 +87,7 @@ class InProcessLLM:
         """Run in the thread between two steps; its result, or its error."""
         future: asyncio.Future[T] = self._loop.create_future()
 
+        # The future belongs to the event loop's thread; its caller may be cancelled by then.
         def settle(set_it: Callable[..., None], value: object) -> None:
             self._loop.call_soon_threadsafe(lambda: None if future.done() else set_it(value))
 
@@ -134,7 +135,7 @@ class InProcessLLM:
     async def abort(self, request_ids: Iterable[str], internal: bool = False) -> None:
         """Abort these requests; their outputs hold all tokens sampled so far."""
         ids = list(request_ids)
-        if self._dead is None:
+        if self._dead is None:  # all requests of a dead core have ended
             await self._call(lambda: self._engine.abort_request(ids, internal))
 
     # Control
@@ -175,4 +176,4 @@ class InProcessLLM:
             self._engine.engine_core.shutdown()
 
         self._inbox.put(end)
-        self._thread.join(timeout=30)
+        self._thread.join(timeout=30)  # a step that hangs must not keep the process from its end

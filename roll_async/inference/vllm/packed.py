@@ -37,6 +37,7 @@ def pack(model: nn.Module) -> None:
 def packed_bytes(module: nn.Module) -> int:
     """Weights of a linear layer that are held in packed form alone, out of sight of torch."""
     weight = module._parameters.get("weight")
+    # With elements it is counted as a parameter.
     if "cpu_linear" not in vars(module) or weight is None or weight.numel():
         return 0
     return _as_loaded(module)["weight"].nbytes

@@ -56,6 +56,7 @@ class _Write:
     source: _Region | float
 
     def repeat(self, tensor: Tensor) -> None:
+        # By name: a reload gives the layer other parameter objects.
         target = self.target.within(getattr(self.layer, self.parameter).data)
         if isinstance(self.source, _Region):
             target.copy_(self.source.within(tensor))
@@ -106,13 +107,13 @@ class WriteRecorder(TorchDispatchMode):
         for self._name, self._tensor in tensors:
             self._tensors[self._name] = self._tensor.shape, self._tensor.dtype
             yield self._name, self._tensor
-        self._tensor = torch.empty(0)
+        self._tensor = torch.empty(0)  # what is written after this is no part of a pushed tensor
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204 (torch's signature)
         if func._schema.is_mutable and not self._unknown:
             given = [leaf for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, Tensor)]
             if any(_storage(tensor) in self._owners for tensor in given) and not self._noted(func, args):
-                self._unknown = f"{func} with {self._name}"
+                self._unknown = f"{func} with {self._name}"  # one such write is enough to leave all pushes to vLLM
         return func(*args, **(kwargs or {}))
 
     def _noted(self, func: torch._ops.OpOverload, args: tuple) -> bool:
@@ -139,7 +140,7 @@ class WriteRecorder(TorchDispatchMode):
         if source is None:  # vLLM makes no second tensor of a bias, and so loads it twice
             return address != 0 and before is not None and before.address == address
         self._writes[layer, parameter, target] = _Noted(self._name, address, source)
-        return before is None or before.name == self._name
+        return before is None or before.name == self._name  # of two tensors for one place the order would decide
 
     def places(self) -> WeightWritePlan | None:
         """What was noted; None when something cannot be repeated."""
@@ -175,7 +176,7 @@ class WeightWritePlan:
                 raise RuntimeError(f"{name} {list(tensor.shape)} {tensor.dtype} was not in the push before")
             layers = _layers(known)
             for layer in layers:
-                if self._left[layer] == self._expected[layer]:
+                if self._left[layer] == self._expected[layer]:  # its first tensor: until now it has no memory
                     materialize_layer(layer, get_layerwise_info(layer))
             self.write(name, tensor)
             self._left.subtract(layers)

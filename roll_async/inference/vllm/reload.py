@@ -78,9 +78,10 @@ class Reload:
         with self._configured():
             finalize_layerwise_reload(self._model, self._config.model_config)
             pack(self._model)
+        # The places of an incomplete push would lack tensors of the next one.
         if self._recorder is not None and not missing:
             self._places = self._recorder.places()
-            self._learns = self._places is not None
+            self._learns = self._places is not None  # what could not be repeated once is not recorded again
         self._recorder = None
         return missing
 

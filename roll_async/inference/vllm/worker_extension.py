@@ -33,6 +33,7 @@ end_with_owner()
 class WeightUpdateExtension:
     """Mixed into vLLM's worker; `model_runner` is the worker's."""
 
+    # All names have a prefix: vLLM refuses an extension with a name that its worker has.
     _roll_receiver: Receiver | None = None
     _roll_kept: LastExport | None = None
     _roll_reloading: Reload | None = None
@@ -58,6 +59,7 @@ class WeightUpdateExtension:
         self._roll_content, self._roll_halves = plan.content, {}
         size = self.model_runner.parallel_config.tensor_parallel_size  # type: ignore[attr-defined]
         self._roll_kept = self._roll_kept or LastExport()
+        # vLLM numbers ranks stage by stage, so the remainder is the tensor-parallel rank.
         self._roll_receiver = open_receiver(plan, self._roll_kept, rank=self.rank % size)  # type: ignore[attr-defined]
         if plan.transport not in STAGED and plan.content is not Content.ADAPTERS:
             self._roll_reload.open()
@@ -81,6 +83,7 @@ class WeightUpdateExtension:
         assert self._roll_receiver is not None, "roll_commit without roll_begin_update"
         missing: list[str] = []
         if self._roll_content is Content.ADAPTERS:
+            # Runs through all: halves of adapters are kept on the way, a weight is a fault of the sender.
             for _ in self._roll_weights_taken():
                 raise RuntimeError("weights came with an update of adapters alone")
         else:
@@ -94,6 +97,7 @@ class WeightUpdateExtension:
             self._roll_receiver.committed()
         self._roll_give_up()
         if missing:
+            # Raised last: this worker is at rest already, and takes the next attempt.
             raise RuntimeError(f"weight update is incomplete: {len(missing)} layers lack tensors, first {missing[0]}")
 
     def roll_start_adapter(self) -> None:

@@ -122,6 +122,7 @@ def device_uses(config: PipelineConfig, device_bytes: int) -> list[DeviceUse]:
             devices=tuple(devices),
             trainers=tuple((name, trainers[name][1]) for name in roles if name != "engine"),
             engine=engine if "engine" in roles else None,
+            # Two: the one that is pulled and the one being filled (`transport/links.py`).
             buckets=2 * config.weight_sync.bucket_size_mb * (1 << 20) if {"actor_train", "engine"} & set(roles) else 0,
             device_bytes=device_bytes,
         )
@@ -178,10 +179,10 @@ def _engine(role: WorkerConfig, device_bytes: int) -> EngineBytes:
     settings = MegatronSettings(
         model_folder="",
         dtype=role.model_args.dtype,
-        parallel=ParallelSizes(tensor=ranks, pipeline=stages, expert_tensor=ranks),
+        parallel=ParallelSizes(tensor=ranks, pipeline=stages, expert_tensor=ranks),  # experts are cut as well
     )
-    weights = rank_memory(model, settings, ranks * stages).weights
-    if engine.quantization == "fp8":
+    weights = rank_memory(model, settings, ranks * stages).weights  # as of Megatron ranks of the same sizes
+    if engine.quantization == "fp8":  # a byte a value instead of two
         weights //= 2
     reserved = int(engine.memory_share * device_bytes)
     kv = reserved - weights - ENGINE_WORK_BYTES
@@ -199,6 +200,8 @@ def _kv_bytes_per_token(model: HfConfig, ranks: int) -> int:
     """On one rank, all layers."""
     layers = model.integer("num_hidden_layers")
     if "kv_lora_rank" in model:
+        # Latent attention: one latent for all heads, whole on every rank.
         return layers * _KV_BYTES * (model.integer("kv_lora_rank") + model.integer("qk_rope_head_dim"))
     layout = HeadLayout.of(model)
+    # Keys and values. With fewer KV heads than ranks several ranks keep the same head.
     return 2 * layers * _KV_BYTES * max(1, layout.num_groups // ranks) * layout.head_size

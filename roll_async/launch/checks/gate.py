@@ -115,7 +115,7 @@ def require_inputs(loaded: Loaded) -> None:
     """
     lacking = missing_packages(loaded.config, engines=runs_here(loaded.config))
     found = [*lacking, *missing_inputs(loaded.config)]
-    if isinstance(loaded.config, AgenticConfig) and not lacking:
+    if isinstance(loaded.config, AgenticConfig) and not lacking:  # worlds import what is lacking
         from roll_async.launch.agents import check_agents
 
         try:
@@ -165,7 +165,7 @@ def _devices(config: PipelineConfig) -> Iterator[str]:
     try:
         transport_of(config)
     except ValueError as error:
-        yield str(error).replace("weight_sync.transport ", "weight_sync.transport: ", 1)
+        yield str(error).replace("weight_sync.transport ", "weight_sync.transport: ", 1)  # a key, for `_keyed`
     engines = config.actor_infer
     if engines.device_mapping is None:
         return

@@ -23,6 +23,7 @@ C = TypeVar("C", bound=PipelineConfig)
 _REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)?")
 _DATASET = re.compile(r"hf://datasets/([^/]+/[^/]+)/(.+)")
 _MODELSCOPE = "modelscope://"
+# Without the copies in other formats that repositories hold beside: twice the download.
 _MODEL_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py")
 _MAKERS = {"demo_assets": "make demo-assets", "gsm8k_assets": "python tools/make_gsm8k_assets.py"}
 
@@ -135,13 +136,13 @@ def _asked(name: str, remedy: str, get: Callable[[bool], str], is_complete: Call
     )
 
     try:
-        if is_complete(found := get(True)):
+        if is_complete(found := get(True)):  # first without a question to the hub, which may be out of reach
             return found
     except (LocalEntryNotFoundError, FileNotFoundError):
         pass
     try:
         return get(False)
-    except GatedRepoError as error:
+    except GatedRepoError as error:  # before RepositoryNotFoundError, of which it is a kind
         raise ValueError(f"{name} is gated; accept its terms on the hub and run: hf auth login") from error
     except RepositoryNotFoundError as error:
         raise ValueError(f"{name} is neither a folder here nor a repository of the hub (or a private one)") from error
@@ -158,6 +159,7 @@ def _is_complete(folder: str) -> bool:
     if index.is_file():
         import json
 
+        # A download that was cut off leaves the index without some of its files.
         names = set(json.loads(index.read_text())["weight_map"].values())
         return all((path / name).is_file() for name in names)
     return (path / "config.json").is_file() and any(path.glob("*.safetensors"))

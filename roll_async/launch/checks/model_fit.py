@@ -102,7 +102,7 @@ def _limits(config: PipelineConfig, key: str, model: str, found: HfConfig) -> It
         return
     n, traits = config.actor_infer.engine.context_tokens, config.actor_infer.engine.traits
     kept = traits.kept_positions
-    if n is not None and n + kept > positions >= longest:
+    if n is not None and n + kept > positions >= longest:  # where `longest` does not fit either, that was said
         own = f" and {kept} of {traits.title}'s own" if kept else ""
         most = positions - kept
         fits = f"use {most}" if most >= longest else f"use vllm, or shorten sequence_length to {most}"

@@ -42,7 +42,7 @@ def gpus_here(devices: Path = Path("/dev")) -> int | None:
 
 def _models(config: PipelineConfig) -> Iterator[str]:
     for key, model in models_of(config).items():
-        if is_hub_name(model) and not model.startswith("modelscope://"):
+        if is_hub_name(model) and not model.startswith("modelscope://"):  # `hf` fetches none of ModelScope's
             yield f"model {model} (hf download {model}, or {key}=FOLDER)"
 
 

@@ -27,6 +27,7 @@ _SIZES = (
     "save_steps=0",
     "eval_steps=0",
 )
+# local: Transformer Engine needs a GPU.
 _LOCAL = "{strategy_name: NAME, strategy_config: {transformer_impl: local}}"
 
 

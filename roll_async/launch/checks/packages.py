@@ -46,6 +46,7 @@ def missing_packages(config: PipelineConfig, *, engines: bool = True) -> list[tu
     return wrong + [
         (key, f"{package} is not installed here: {line or _LINES.get(package, f'pip install {package}')}")
         for key, package, line, folders in found
+        # sys.modules first: `find_spec` raises for a module that was loaded without a spec.
         if not (package in sys.modules or PathFinder.find_spec(package, folders) or find_spec(package))
     ]
 

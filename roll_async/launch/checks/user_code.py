@@ -82,7 +82,7 @@ def unusable(path: str, folders: Sequence[str], *, is_class: bool) -> str | None
         bound = _bound(file)
     except SyntaxError as error:
         return f"{file}:{error.lineno} cannot be read: {error.msg}"
-    if bound.keys() & {"*", "__getattr__"} and name not in bound:
+    if bound.keys() & {"*", "__getattr__"} and name not in bound:  # it may come from there
         return None
     if name not in bound:
         near = get_close_matches(name, bound, 1)
@@ -122,7 +122,7 @@ def _is(value: object, wanted: type | tuple[type, ...]) -> bool:
 def _spec(module: str, folders: Sequence[str]) -> ModuleSpec | None:
     """Found without importing the packages that the module is in."""
     first, *rest = module.split(".")
-    if not module.replace(".", "_").isidentifier() or first == "__main__":
+    if not module.replace(".", "_").isidentifier() or first == "__main__":  # find_spec raises for it
         return None
     # In this order, as `config/user_code.py: find` imports: a user's json.py replaces no library.
     spec = find_spec(first) or PathFinder.find_spec(first, [*folders])
@@ -140,7 +140,7 @@ def _source(spec: ModuleSpec) -> Path | None:
 def _bound(file: Path) -> Mapping[str, ast.stmt]:
     """Statement by the name that it binds at the top of a module, `if` and `try` included; `*` of a star import."""
     found: dict[str, ast.stmt] = {}
-    left: list[ast.AST] = [ast.parse(file.read_bytes())]
+    left: list[ast.AST] = [ast.parse(file.read_bytes())]  # bytes: the parser finds the encoding
     while left:
         for node in ast.iter_child_nodes(left.pop(0)):
             match node:
@@ -152,6 +152,7 @@ def _bound(file: Path) -> Mapping[str, ast.stmt]:
                     found |= {n.id: node for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)}
                 case ast.AnnAssign(target=ast.Name(id=name)):
                     found[name] = node
+                # What is bound inside of these is bound in the module, too.
                 case ast.stmt() | ast.ExceptHandler() | ast.match_case():
                     left.append(node)
     return found
@@ -191,7 +192,7 @@ def _options(bound: Mapping[str, ast.stmt], name: str) -> dict[str, Setting] | N
 
 def _fields(bound: Mapping[str, ast.stmt], name: str) -> dict[str, Setting] | None:
     node = bound.get(name)
-    if not isinstance(node, ast.ClassDef) or node.keywords:
+    if not isinstance(node, ast.ClassDef) or node.keywords:  # a metaclass may give it other fields
         return None
     found: dict[str, Setting] = {}
     for base in node.bases:
@@ -204,7 +205,7 @@ def _fields(bound: Mapping[str, ast.stmt], name: str) -> dict[str, Setting] | No
             continue
         if not any(mark in ast.unparse(field.annotation) for mark in ("ClassVar", "KW_ONLY")):
             given = ast.unparse(field.value) if field.value is not None else ""
-            if "init=False" not in given:
+            if "init=False" not in given:  # such a field is no setting
                 has_default = field.value is not None and ("field(" not in given or "default" in given)
                 found[field.target.id] = Setting(ast.unparse(field.annotation), not has_default)
     return found

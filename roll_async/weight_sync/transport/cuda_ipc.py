@@ -76,6 +76,7 @@ class IpcReader:
         # Each process numbers its visible devices from 0, so the sender's device index is not valid here.
         arguments[_DEVICE_ARGUMENT] = torch.cuda.current_device()
         yield from unpack(block, rebuild_cuda_tensor(*arguments), rank)
+        # The sender fills this memory again after the answer: copies out of it must have run.
         torch.cuda.synchronize()
 
     def close(self) -> None:

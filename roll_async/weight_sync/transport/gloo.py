@@ -20,6 +20,7 @@ class HostMedium:
     keeps_memory = True
 
     def group(self, store: dist.Store, rank: int, timeout: timedelta) -> dist.ProcessGroup:
+        # Not `new_group`: all ranks of the process's default group would have to take part.
         return dist.ProcessGroupGloo(store, rank, 2, timeout)  # type: ignore[return-value]
 
     @contextmanager

@@ -91,7 +91,7 @@ class _Published:
     def chunks(self, segments: _Segments) -> Iterator[tuple[Tensor, int]]:
         """(bytes, end of them in `data`) of the wanted segments."""
         for whole, own in _steps(segments):
-            begin, end = whole if self.segments is None else own
+            begin, end = whole if self.segments is None else own  # a relay holds its segments without the gaps
             yield self.data[begin:end], end
 
 
@@ -104,6 +104,7 @@ class LinkServer:
         self._addresses: dict[str, str] = {}
         self._changed = threading.Condition()
         host = reachable_host()
+        # One for all links: the groups are told apart by the prefix of their keys.
         self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_GROUP_TIMEOUT)
         self._listener = socket.create_server((host, 0), backlog=128)
         self.address = f"{host}:{self._listener.getsockname()[1]}"
@@ -122,6 +123,7 @@ class LinkServer:
                     logger.error("Parameter sync: no further receiver of weights can connect: %s", error)
                 return
             self._links.add(link)
+            # One for each: a send returns only when the receiver has taken it.
             threading.Thread(target=self._serve, args=(link,), name="weight link", daemon=True).start()
 
     def publish(self, key: str, block: _Published) -> None:
@@ -146,11 +148,12 @@ class LinkServer:
                     channel.write({"address": self._address_of(request["address_of"])})
                 elif "address" in request:
                     with self._changed:
+                        # The trainer knows all replicas of a push, so it is where they find each other.
                         self._addresses[request["of"]] = request["address"]
                         self._changed.notify_all()
                 else:
                     if group is None:
-                        name = uuid.uuid4().hex
+                        name = uuid.uuid4().hex  # two links must not meet in one group
                         channel.write({"store": f"{self._store.host}:{self._store.port}", "name": name})
                         group = self._medium.group(dist.PrefixStore(name, self._store), _SEND, _GROUP_TIMEOUT)
                     self._send(channel, group, request)
@@ -174,6 +177,7 @@ class LinkServer:
             if request["waits"]:
                 self._changed.wait_for(lambda: request["key"] in self._blocks, timeout=_UPSTREAM_WITHIN_S)
             block = self._blocks.get(request["key"])
+        # A relay has its own rank's segments only, and cannot serve others.
         if block is None or block.segments not in (None, segments):
             channel.signal(_FAILED)
             return
@@ -181,15 +185,16 @@ class LinkServer:
             if not block.wait(end):
                 channel.signal(_FAILED)
                 return
+            # Only now: a receive that is begun blocks its device until the sender's part comes.
             channel.signal(_READY)
             with self._medium.transfer_stream():
                 group.send([chunk], _RECEIVE, 0).wait()
 
     def close(self) -> None:
         """Close all links and serve nothing more."""
-        self._closed = True
+        self._closed = True  # first: `_accept` tells by it whether the listener was closed or failed
         _close_socket(self._listener)  # wakes `accept`
-        for link in list(self._links):
+        for link in list(self._links):  # a copy: each thread takes its own out as it ends
             _close_socket(link)
         self._blocks.clear()
         self._thread.join()
@@ -206,6 +211,7 @@ class LinkWriter:
 
     def write(self, index: int, planned: PlannedBlock, num_bytes: int) -> tuple[str, Tensor]:
         gone = self._keys if index == 0 else self._keys[: index - _NUM_BUFFERS + 1]
+        # Before their buffer is filled again: a late receiver must not get a mixture of two blocks.
         self._server.withdraw(gone)
         if index == 0:
             self._keys = []
@@ -216,7 +222,7 @@ class LinkWriter:
         pack(planned, data)
         self._medium.synchronize()  # the serving threads send on streams of their own
         block = _Published(data[:num_bytes], segments=None)
-        block.ready = num_bytes
+        block.ready = num_bytes  # whole from the start, unlike a relay's
         key = uuid.uuid4().hex
         self._keys.append(key)
         self._server.publish(key, block)
@@ -241,8 +247,9 @@ class LinkReader:
         if not segments:
             return
         address, key = block.location.rsplit("/", 1)
+        # Kept for the whole update: making a group of two ranks is a rendezvous of its own.
         source = self._link(address)
-        if self._server is None and self._plan.replica:
+        if self._server is None and self._plan.replica:  # with the first block the trainer's address is known
             self._join_chain(source)
         memory = torch.empty(_num_bytes(segments), dtype=torch.uint8, device=self._medium.device)
         published = _Published(memory, segments)
@@ -253,7 +260,7 @@ class LinkReader:
                 self._server.withdraw(self._keys[: -_NUM_BUFFERS * len(self._links)])  # a link per trainer rank
         try:
             if not self._pull_from_upstream(key, published):
-                source.pull(key, published, waits=False)
+                source.pull(key, published, waits=False)  # the trainer published it before it announced it
         except BaseException:  # also at the end of the process: relays must not wait for bytes that will not come
             published.advance(0, failed=True)
             raise
@@ -266,7 +273,7 @@ class LinkReader:
         try:
             self._upstream.pull(key, published, waits=True)
         except (RuntimeError, OSError) as error:
-            reason = str(error).splitlines()[0]
+            reason = str(error).splitlines()[0]  # torch's errors go on with a stack of C++
             logger.warning(
                 "Parameter sync: %s pulls from the trainer instead of its upstream replica: %s", self._own_name, reason
             )
@@ -349,6 +356,7 @@ class _ControlChannel:
     """JSON messages and single-byte signals over a socket."""
 
     def __init__(self, link: socket.socket) -> None:
+        # Signals are single bytes, which Nagle's algorithm would hold back.
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._link, self._file = link, link.makefile("rb")
 
@@ -358,7 +366,7 @@ class _ControlChannel:
     def read(self) -> dict | None:
         """None when the other side closed the connection."""
         line = self._file.readline()
-        return json.loads(line) if line.endswith(b"\n") else None
+        return json.loads(line) if line.endswith(b"\n") else None  # a broken connection may leave half a line
 
     def signal(self, byte: bytes) -> None:
         self._link.sendall(byte)
@@ -378,11 +386,11 @@ def _segments(block: Block, rank: int) -> _Segments:
         if rank not in slot.ranks:
             continue
         stop = slot.offset + slot.num_bytes
-        if segments and slot.offset - segments[-1][1] < ALIGNMENT:
+        if segments and slot.offset - segments[-1][1] < ALIGNMENT:  # the padding between two goes along
             segments[-1] = (segments[-1][0], stop)
         else:
             segments.append((slot.offset, stop))
-    return [(start, stop) for start, stop in segments if stop > start]
+    return [(start, stop) for start, stop in segments if stop > start]  # an empty tensor has no bytes
 
 
 def _steps(segments: _Segments) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
@@ -393,7 +401,7 @@ def _steps(segments: _Segments) -> Iterator[tuple[tuple[int, int], tuple[int, in
             end = min(begin + CHUNK_BYTES, stop)
             yield (begin, end), (at, at + end - begin)
             at += end - begin
-        at = -(-at // ALIGNMENT) * ALIGNMENT
+        at = -(-at // ALIGNMENT) * ALIGNMENT  # tensors must begin at a multiple here, too
 
 
 def _num_bytes(segments: _Segments) -> int:
@@ -410,6 +418,7 @@ def _unpacked(block: Block, rank: int, segments: _Segments, data: Tensor) -> Ite
     moved = []
     for slot in block.slots:
         if rank in slot.ranks:
+            # 0 for an empty slot, which lies in no segment.
             shift = next((by for start, stop, by in shifts if start <= slot.offset < stop), 0)
             moved.append(slot if not shift else replace(slot, offset=slot.offset + shift))
     yield from unpack(replace(block, slots=tuple(moved)), data, rank)
@@ -431,7 +440,7 @@ def reachable_host() -> str:
 
 def _close_socket(link: socket.socket) -> None:
     try:
-        link.shutdown(socket.SHUT_RDWR)
+        link.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads from it; `close` alone does not
     except OSError:
         pass  # the other side has closed it already
     link.close()

@@ -28,6 +28,7 @@ class DeviceMedium:
         self.device = torch.device("cuda", torch.cuda.current_device())
 
     def group(self, store: dist.Store, rank: int, timeout: timedelta) -> dist.ProcessGroup:
+        # Not `new_group`: all ranks of the process's default group would have to take part.
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return dist.ProcessGroupNCCL(store, rank, 2, options)  # type: ignore[return-value]

@@ -53,8 +53,8 @@ class MappedFile:
                 self.path.unlink(missing_ok=True)
                 raise
             finally:
-                os.close(handle)
-        return torch.frombuffer(self._map, dtype=torch.uint8)
+                os.close(handle)  # the mapping needs no open file
+        return torch.frombuffer(self._map, dtype=torch.uint8)  # keeps the mapping alive
 
     def close(self) -> None:
         """Remove the file; existing mappings of it stay valid."""
@@ -68,8 +68,9 @@ class FileWriter:
 
     def __init__(self, folders: tuple[Path, ...] | None = None) -> None:
         fallback = Path(tempfile.gettempdir())
-        self._folders = list(folders or dict.fromkeys((shared_folder(), fallback)))
+        self._folders = list(folders or dict.fromkeys((shared_folder(), fallback)))  # once, where they are the same
         marker = os.environ.get("ROLL_ASYNC_RUN", "solo")
+        # `cluster/reaper.py` finds the files of a run by this beginning of their names.
         self._stem = f"{FILE_PREFIX}{marker}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._files: list[MappedFile] = []
 
@@ -94,7 +95,7 @@ class FileWriter:
                     raise ValueError(
                         f"weight sync: {reason}; it must hold one copy of the weights: enlarge it (docker: --shm-size)"
                     ) from error
-                self._folders.pop(0)
+                self._folders.pop(0)  # for all later blocks, too: it stays full
                 logger.warning("weight sync: %s; continuing in %s", reason, self._folders[0])
                 self._files[index] = MappedFile(self._folders[0] / f"{self._stem}-{index}")
 
@@ -111,6 +112,7 @@ class FileReader:
         if not any(rank in slot.ranks for slot in block.slots):
             return
         with open(block.location, "rb") as file:
+            # Of this size: a file that served larger blocks before is longer.
             mapped = mmap.mmap(file.fileno(), block.num_bytes, access=mmap.ACCESS_COPY)
         yield from unpack(block, torch.frombuffer(mapped, dtype=torch.uint8), rank)
 

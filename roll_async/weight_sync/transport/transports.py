@@ -71,9 +71,9 @@ def choose_transport(
     nodes, shared = sorted({d // num_gpus_per_node for d in trainer | engines}), sorted(trainer & engines)
     if wanted == "auto":
         if trainer and engines and front_end is not None:
-            name = "gloo" if len(nodes) > 1 else "shm"
+            name = "gloo" if len(nodes) > 1 else "shm"  # the front end takes weights in host memory
             return name, f"{front_end}, so its front end receives the weights"
-        if shared:
+        if shared:  # NCCL refuses two ranks on one GPU
             return "cuda_ipc", f"actor_train and actor_infer share devices {shared}"
         if trainer and engines:
             return "nccl", "actor_train and actor_infer lie on different devices"
