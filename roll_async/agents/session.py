@@ -113,6 +113,7 @@ class Session(TurnHandler):
             tree.branches["window" if options.windowed else plan.reason] += 1
         role = request.messages[-1].role
         parent = tree.add_request(plan.parent, plan.new_ids, role=role, started_s=started_s)
+        # Before the turn is sampled: requests may overlap.
         self._beginnings.add(plan.digest.keys[0])
         self._seen.add(plan.digest.keys[-1])
         prompt = tree.token_ids(parent)
@@ -150,6 +151,7 @@ class Session(TurnHandler):
             plan = await self._off_loop(lambda: self._plan(request), request.longer_than(_INLINE_CHARACTERS))
         except ValueError as error:
             raise BadRequest(str(error)) from error
+        # An engine takes no empty prompt.
         if plan.parent is None and not plan.new_ids:
             raise BadRequest("messages: the chat template makes no token of them")
         if self.ended is not None:
@@ -167,6 +169,7 @@ class Session(TurnHandler):
 
     def _continued(self, keys: list[bytes]) -> _Recorded | None:
         """The longest recorded chat that this one begins with."""
+        # Without the last key: at least one message follows a turn.
         return next((self._recorded[key] for key in reversed(keys[:-1]) if key in self._recorded), None)
 
     def _plan(self, request: TurnRequest) -> _Plan:

@@ -140,15 +140,17 @@ class WorldRunner:
             of_turn = plan.session.sampling.max_new_tokens  # the tag's: a validation's is of a whole answer
             options = replace(options, sampling=replace(request.sampling, max_new_tokens=of_turn))
         session = Session(name, self._policy, parts.renderer, options, parts.executor)
+        # Before it waits for a slot: an abort must find it.
         scope.open.add(session)
         async with AsyncExitStack() as stack:
+            # Run in reverse: no turn of the session is left when its replica is forgotten.
             stack.callback(self._manager.forget_affinity, name)
             stack.callback(scope.open.discard, session)
             stack.callback(session.end, Outcome.CANCELLED, "the trajectory is over")
             for cap in (self._worlds.get(self._is_counted(task)), self._caps.get((task.tag, task.validation))):
                 if cap is not None:
                     await stack.enter_async_context(cap)
-            if scope.aborted:
+            if scope.aborted:  # while it waited for its slot
                 return Ending(outcome=Outcome.CANCELLED, reason="aborted"), session
             if plan.agent is not None:
                 return await self._run_agent(plan, task, session), session
@@ -177,6 +179,7 @@ class WorldRunner:
 
     def counts(self, num_retries: int) -> SourceCounts:
         """Counters since the start."""
+        # Tags may share a toolbox, which counts once.
         boxes = {id(plan.toolbox): plan.toolbox for plan in self._parts.tags.values()}.values()
         return SourceCounts(
             tool_calls=sum(box.num_calls for box in boxes),

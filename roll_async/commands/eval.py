@@ -238,7 +238,7 @@ def _print(found: Evaluation, title: str) -> None:
 
 def _by_number(name: str) -> tuple[str, int]:
     kind, _, number = name.partition("@")
-    return kind, int(number)
+    return kind, int(number)  # as a number: avg@8 before avg@16
 
 
 def _cell(metrics: Mapping[str, float], column: str) -> str:

@@ -140,6 +140,7 @@ class _Trajectories:
     def adopt(self, key: str) -> TurnHandler | None:
         """The session of a key that begins with the token."""
         given, _, name = key.partition("/")
+        # Its time does not tell how much of a guess is right; as bytes, since texts must be ASCII.
         if not hmac.compare_digest(given.encode(), self.token.encode()):
             return None
         if name not in self.sessions:
@@ -206,6 +207,7 @@ async def _engine(arguments: Arguments, record: TextIO | None, stack: AsyncExitS
     await engine.start()
     made: list[Session] = []
     if record is not None:
+        # Callbacks run in reverse: this one when the engine has ended and no turn is added.
         stack.callback(lambda: _write(record, made))
     stack.push_async_callback(engine.close)
     options = SessionOptions(

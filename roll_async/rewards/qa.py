@@ -82,7 +82,7 @@ def overlap_f1(answer: list[str], reference: list[str]) -> float:
     if not answer or not reference:
         return float(answer == reference)
     common = (Counter(answer) & Counter(reference)).total()
-    return 2 * common / (len(answer) + len(reference))
+    return 2 * common / (len(answer) + len(reference))  # 2PR / (P + R), P and R over the same `common`
 
 
 def _references(ground_truth: str) -> list[str]:

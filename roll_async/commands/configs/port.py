@@ -63,6 +63,7 @@ def ported(path: Path, pipeline: str | None = None) -> tuple[Port, list[Diagnost
     errors: list[Diagnostic] = []
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / path.name
+        # The check ends with the phase that finds errors: once they are out, the next phase is seen.
         for _ in range(_ROUNDS):
             file.write_text(text_of(found, ""), encoding="utf-8")
             try:

@@ -148,6 +148,7 @@ class Checker:
             return _ABSENT
         assert isinstance(node.value, list) and spec.item is not None
         values = [self._value(item, spec.item, f"{path}.{i}", role, node) for i, item in enumerate(node.value)]
+        # As text: an item of a wrong type may have no hash.
         if spec.traits.form == "one or more" and len({str(plain(item)) for item in node.value}) < len(values):
             self._error("C005", path, node, f"{shown(plain(node))} must be each name once")
         return values

@@ -27,6 +27,7 @@ def encode(value: object) -> object:
     if isinstance(value, int):
         return int.__add__(value, 0)
     if isinstance(value, float):
+        # Hexadecimal is exact, and JSON has neither infinity nor NaN.
         return ["float", float.hex(float.__add__(value, 0.0))]
     if isinstance(value, str):
         return str.__str__(value)
