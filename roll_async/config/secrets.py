@@ -16,6 +16,7 @@ HIDDEN = "<hidden>"
 _ENVIRONMENTS = ("system_envs", "env")
 """Maps of variables: nobody knows which of them are secrets."""
 _FREE_FORM = ("tracker_kwargs", "env_config", "tool_args", "extra")
+# A token is one, max_tokens and a tokenizer are none.
 _SECRET_NAME = re.compile(
     r"(api|access|secret|private|auth)[_-]?key|token(?!s|iz)|secret|passw|passphrase|pwd|credential|authorization", re.I
 )

@@ -29,6 +29,7 @@ def number(value: float) -> str:
 
 def has_lengths(config: PipelineConfig) -> bool:
     """Whether prompt and response lengths are known; without them C102 is reported and nothing else about lengths."""
+    # Lengths are None where neither of them was given.
     return not isinstance(config, RLVRConfig) or (config.response_length or 0) >= 1 <= (config.sequence_length or 0)
 
 
@@ -87,6 +88,7 @@ def micro_batches(config: PipelineConfig) -> Findings:
             pieces = (
                 [(tp, f"{role}: tensor parallel {tp} with sequence_parallel")] if parallel.sequence_parallel else []
             )
+            # Megatron gives each context rank two chunks, from both ends: causal attention costs more at the end.
             pieces += [(2 * cp, f"{role}: 2 * context parallel {cp}")] if cp > 1 else []
             for n, why in pieces:
                 if s % n:
@@ -187,7 +189,7 @@ def batch(config: PipelineConfig) -> Findings:
     b, m, n = config.samples_per_batch, config.mini_batch_size, config.samples_per_group
     if b % m:
         per_group = n if isinstance(config, AgenticConfig) else 1
-        groups = math.lcm(n, m) // n
+        groups = math.lcm(n, m) // n  # the fewest that are whole mini-batches
         near = max(groups, round(config.groups_per_batch / groups) * groups) * per_group
         message = (
             f"{config.groups_per_batch} groups * {n} samples = {b} samples per step, not divisible by the mini-batch"
@@ -325,6 +327,7 @@ def _shares(section: str, data: DataArguments | None, config: RLVRConfig) -> Fin
     for domain in probs:
         if domain not in config.rewards:
             yield "C128", key, f"domain '{domain}' is not in rewards"
+    # As written: ten times 0.1 is 1, which it is not as floats.
     total = sum(exact_ratio(p) for p in probs.values())
     if abs(total - 1) > exact_ratio(1e-6):
         yield "C128", key, f"sum is {number(float(total))}, not 1"

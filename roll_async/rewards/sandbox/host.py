@@ -194,7 +194,7 @@ def _too_much_on_disk(scratch: Path) -> bool:
                     if entry.is_dir(follow_symlinks=False):
                         folders.append(entry.path)
                     else:
-                        size += entry.stat(follow_symlinks=False).st_blocks * 512
+                        size += entry.stat(follow_symlinks=False).st_blocks * 512  # a hole takes no disk
         except FileNotFoundError:
             continue  # removed meanwhile
         except OSError:
