@@ -137,6 +137,7 @@ class TurnHandler(ABC):
         # Before anything is awaited: turns that overlap must not pass the limit together.
         self._num_turns += 1
         try:
+            # One deadline for all turns, counted from the first.
             async with asyncio.timeout_at(self._started_s + self._max_seconds) as limit:
                 return await self._sampled(request, loop.time())
         except BadRequest:

@@ -117,7 +117,7 @@ class TemplateRenderer:
         for mark in marks:
             part, found, rest = rest.partition(mark)
             if not found:
-                return Rendered((with_marks,), text, False)
+                return Rendered((with_marks,), text, False)  # a turn is left out, or stands elsewhere
             parts.append(part)
         parts.append(rest)
         forms = (_joined(parts, [t.text for t in turns]), _joined(parts, [t.text.strip() for t in turns]))
@@ -182,7 +182,7 @@ class TemplateRenderer:
                 return {"role": "assistant", "content": self.calls.write(message.content, message.tool_calls)}
             case "tool" if not self._knows_tool_role:
                 said = without_marks(message.content, self._reserved)
-                return {"role": "user", "content": f"<tool_response>\n{said}\n</tool_response>"}
+                return {"role": "user", "content": f"<tool_response>\n{said}\n</tool_response>"}  # as Qwen's templates
             case "system":
                 return {"role": "system", "content": message.content}
             case role:

@@ -104,7 +104,7 @@ class Session(TurnHandler):
         """Ids of the running requests, as the policy names them."""
         self.newest: tuple[tuple[Message, ...], str] = ((), "")
         """The chat of the newest turn and what it said, for display."""
-        self._turns = itertools.count()
+        self._turns = itertools.count()  # for ids: a refused turn gives its number back, an id comes once
 
     async def _sampled(self, request: TurnRequest, started_s: float) -> TurnReply:
         plan = await self._planned(request)
@@ -212,6 +212,7 @@ class Session(TurnHandler):
         )
         number = f"{self.name}+{node}"
         good = [call for call in found if not call.problem]
+        # The text of a model has no ids, and clients answer calls by them.
         calls = tuple(replace(call, call_id=f"call_{node}_{i}") for i, call in enumerate(good))
         finish = "length" if completion.finish_reason is FinishReason.LENGTH else "tool_calls" if calls else "stop"
         reply = TurnReply(

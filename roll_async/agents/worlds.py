@@ -86,6 +86,7 @@ class WorldRunner:
         self._manager, self._parts = manager, parts
         self._policy = EnginePolicy(manager)
         self._counts = AgentCounts()
+        # By whether a trajectory is counted (`_is_counted`).
         limits = {True: parts.max_worlds, False: parts.max_validation_worlds}
         self._worlds = {counted: asyncio.Semaphore(most) for counted, most in limits.items() if most}
         # A validation has slots of its own: trajectories of the training that it has set aside keep theirs.
@@ -112,6 +113,7 @@ class WorldRunner:
         """How one attempt ended, and its rows if that is trusted. This is the border round a trajectory: what was said
         in it, and what nobody foresaw about that, ends it and nothing else.
         """
+        # Counted, whatever fails before the task is known.
         name, tree, is_counted = request.name, TraceTree(), True
         try:
             with border(ConnectionError):  # no replica is left

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from roll_async.agents.session import Session
     from roll_async.inference.settings import EngineSettings
 
-_TURNS = 1_000_000
+_TURNS = 1_000_000  # no limit, as a number
 _OF_ENGINES = ("engine", "max_model_len", "dtype", "device")
 
 
@@ -235,7 +235,7 @@ def engine_settings(arguments: Arguments) -> EngineSettings:
         dtype=arguments.dtype or default_dtype(on_devices=arguments.device != "cpu"),
         device=arguments.device,
         max_model_len=arguments.max_model_len,
-        stop_strings=True,
+        stop_strings=True,  # an engine that is started without refuses requests that have some
         truncated_sampling=True,
     )
 

@@ -63,6 +63,7 @@ def without_secrets(config: C) -> C:
     """The config with HIDDEN in place of every secret."""
 
     def hide(path: Path, value: object) -> object:
+        # What is not set, or is a switch, tells nothing.
         empty = value is None or value == "" or isinstance(value, bool)
         return value if empty or not is_secret(path) else HIDDEN
 

@@ -165,6 +165,7 @@ class WorldWorker:
     def _send(self, request: dict) -> None:
         if self._process is None or self._process.ended:
             raise WorldFailed("its worker process has ended")
+        # json escapes line breaks, so that a request is one line.
         self._process.send([json.dumps(request).encode() + b"\n"])
 
     def _read(self, lines: list[bytes]) -> None:

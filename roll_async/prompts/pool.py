@@ -155,6 +155,7 @@ class PooledPrompts:
         options = self._options
         if row in domain.retired:
             return 0.0
+        # It opens evenly: at half of these prompts the easier half may be asked.
         if index < options.curriculum_prompts and domain.ranks[row] > (index + 1) / options.curriculum_prompts:
             return 0.0
         record = domain.records.get(row)
@@ -221,6 +222,7 @@ class PooledPrompts:
             raise ValueError(f"the pool to go on with has domains {', '.join(stored)}, not {', '.join(self._domains)}")
         for name, domain in self._domains.items():
             kept = stored[name]
+            # First: numbers of retired and recorded rows may be of the reserve.
             if domain.append(kept["appended"]) != kept["appended"]:
                 raise ValueError(f"prompt_pool.refill_file_name holds fewer rows of {name} than the run took from it")
             domain.retired = set(kept["retired"])

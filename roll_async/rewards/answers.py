@@ -26,7 +26,7 @@ _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 _BETWEEN_BOXES = re.compile(
     r"(?:\\text\{)?[\s,;$&]*(?:\\[()\[\],;! ]|\\q?quad|[\s,;$&])*(?:and|or)?(?:\\[()\[\],;! ]|\\q?quad|[\s,;$&}])*"
 )
-_BETWEEN_LIMIT = 40
+_BETWEEN_LIMIT = 40  # characters: over a longer text the repetitions of the pattern could backtrack for long
 _BARE_BOX = re.compile(r"\\(?:boxed|fbox)[ \t]{1,3}(-?\w{1,40}(?:[./]\w{1,40})?)(?!\w)")
 """TeX takes one token without braces; models write a whole number so."""
 _WORD = re.compile("answer", re.IGNORECASE)
@@ -36,7 +36,7 @@ _LEAD = re.compile(
     re.IGNORECASE,
 )
 """What stands before `Answer:`: the start of a line, perhaps with a number of a list, or the end of a sentence."""
-_LEAD_CHARS = 60
+_LEAD_CHARS = 60  # looked at before each `answer`: bounded, so that all of them take linear time
 _COLON = re.compile(r"(?:\s{1,3}is)?[ \t*_]{0,6}[:=\uff1a]|[ \t*_]{0,6}\r?\n", re.IGNORECASE)
 _IS = re.compile(
     r"(?:\s{1,3}(?:to|of|for)\s[^.\n]{1,60}?)?\s{1,3}(?:is|are|equals|(?:must|would|will|should)\sbe)\b\s{0,3}:?",
@@ -209,6 +209,7 @@ def _answer_line(text: str) -> _Found:
         # The line break stays: by it `_line_or_block` knows a next line, where bullets are no signs.
         begin = colon.end() - (text[colon.end() - 1] == "\n")
         answer = _line_or_block(text[begin : begin + MAX_ANSWER_CHARS])
+        # A heading above another `Answer:` states nothing.
         if answer and not _WORD.match(answer):
             return word.start(), answer
     return None

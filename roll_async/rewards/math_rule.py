@@ -149,6 +149,7 @@ def _last_formulas(text: str) -> str | None:
 def same_value(stated: str, reference: str) -> bool:
     """math-verify's verdict on two answers as people write them."""
     stated, reference = plain(stated), plain(reference)
+    # Beside a plain number alone: in another reference letters are a part of the value.
     if _NUMBER.fullmatch(reference):
         stated = _without_unit(stated)
     if stated == reference or _letters(stated) == _letters(reference):

@@ -194,7 +194,7 @@ def _told(task: Task, options: ExternalOptions) -> dict[str, object]:
     return {**asdict(task), "row": options.row(task.seed)}
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=8)  # every trajectory asks for its row
 def _rows(file: str) -> list[Mapping[str, object]]:
     rows = []
     for number, line in enumerate(Path(file).read_text(encoding="utf-8").splitlines(), 1):

@@ -50,5 +50,5 @@ def _ids(value: Plain) -> list[int] | range | None:
         if match := form.fullmatch(value):
             numbers = [int(g) for g in match.groups()]
             first, last = (0, numbers[0]) if len(numbers) == 1 else numbers
-            return range(first, last + 1 if form is _FORMS[-1] else last)
+            return range(first, last + 1 if form is _FORMS[-1] else last)  # a-b includes b
     return None

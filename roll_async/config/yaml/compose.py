@@ -75,6 +75,7 @@ class _Reader:
         for index, name in enumerate(_include_names(root.value["defaults"])):
             place = root.value["defaults"]
             assert isinstance(place.value, list)
+            # A `_self_` that nobody wrote has no place of its own.
             item = place.value[index] if index < len(place.value) else place
             result += [own] if name == "_self_" else self._include(path, name, index, item, (*chain, key))
         return result

@@ -27,7 +27,7 @@ from roll_async.config.yaml.node import (
     refuse,
 )
 
-_LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
+_LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader  # in C: several times as fast
 _CONSTANTS: dict[str, Scalar] = {
     **dict.fromkeys(("", "~", "null", "Null", "NULL")),
     **dict.fromkeys(("true", "True", "TRUE"), True),
@@ -192,6 +192,7 @@ class _Parser:
         height = 0
         while not isinstance(event := self._next(), CollectionEndEvent):
             key = self._key(event, is_top=depth == 1)
+            # Quoted, it is a key like any other.
             is_merge = key == "<<" and isinstance(event, ScalarEvent) and not event.style
             self._path.append(key)
             if key in own:
@@ -206,6 +207,7 @@ class _Parser:
                 own[key] = value.at(self._file, self._line(event))
             self._path.pop()
             height = max(height, below)
+        # Keys of the map itself win over merged ones, as YAML has it.
         return Node({**merged, **own}, self._file, self._line(start)), height + 1
 
     def _key(self, event: yaml.Event, *, is_top: bool) -> str:

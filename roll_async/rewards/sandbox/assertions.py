@@ -174,6 +174,7 @@ def _renamed(call: str, old: str, new: str) -> str:
     tree = ast.parse(call, mode="eval")
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id == old:
+            # unparse writes the id as it stands, also one that is an expression.
             node.id = f"({new})" if not new.isidentifier() else new
     return ast.unparse(tree)
 

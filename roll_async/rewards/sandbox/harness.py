@@ -28,7 +28,7 @@ _compile, _eval, _exec, _dumps, _write = compile, eval, exec, json.dumps, os.wri
 def run_program(run: Run, *, result_fd: int, word: str) -> int:
     """The exit status. Output goes to the standard streams, the result as JSON to `result_fd`."""
     _clean_interpreter()
-    # New ones: the host has read ahead, and the copy of its sys.stdin holds other programs' lines.
+    # New ones: those of the host have buffers, and its sys.stdin may have read ahead.
     streams = [os.fdopen(0, "r", encoding="utf-8"), os.fdopen(1, "w"), os.fdopen(2, "w")]
     sys.stdin, sys.stdout, sys.stderr = streams  # type: ignore[assignment]
     status, result = 0, None

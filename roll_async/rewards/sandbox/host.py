@@ -29,14 +29,14 @@ from roll_async.rewards.sandbox.prelude import import_modules
 from roll_async.rewards.sandbox.protocol import Ending, ProgramResult, Run
 
 _OUTCOME_FIELDS = [field.name for field in fields(ProgramResult)]
-_OUTPUT_BYTES = 4 << 20
-_STDERR_BYTES = 16 << 10
-_FILE_BYTES = 16 << 20
-_DISK_BYTES = 64 << 20
+_OUTPUT_BYTES = 4 << 20  # of each stream, and of the result
+_STDERR_BYTES = 16 << 10  # of its end, which says what was raised
+_FILE_BYTES = 16 << 20  # of one file
+_DISK_BYTES = 64 << 20  # of all files
 _DISK_ENTRIES = 1000
 _OPEN_FILES = 64
 _THREADS = 128
-_TICK_S = 0.05
+_TICK_S = 0.05  # between two looks at the limits
 _MAX_DEPTH = 200
 """Of what a program returns, brackets within brackets."""
 _PREFIX = "roll_async_sandbox_"
@@ -105,7 +105,7 @@ def _become_program(run: Run, scratch: Path, fds: list[int], host: int, word: st
             Confinement(
                 read=(),
                 write=(str(scratch),),
-                cpu_s=int(run.timeout_s) + 2,
+                cpu_s=int(run.timeout_s) + 2,  # the kernel counts whole seconds, of all threads together
                 memory_bytes=run.memory_mb << 20,
                 file_bytes=_FILE_BYTES,
                 open_files=_OPEN_FILES,
