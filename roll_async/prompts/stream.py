@@ -64,7 +64,7 @@ class ShuffledPrompts:
             order = list(range(len(self._prompts[domain])))
             # Python seeds by a digest of a text, which is the same in every process.
             random.Random(f"{self._seed}/{self._domains[domain]}/{epoch}").shuffle(order)
-            self._orders[key] = array("q", order)
+            self._orders[key] = array("q", order)  # 8 bytes a row; a list takes several times that
         return self._orders[key]
 
 

@@ -163,6 +163,7 @@ def write(reply: TurnReply, model: str, created: int) -> Json:
         "error": None,
         "model": model,
         "output": _output(reply),
+        # The client's types require these three.
         "parallel_tool_calls": True,
         "tool_choice": "auto",
         "tools": [],

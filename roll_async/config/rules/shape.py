@@ -57,7 +57,7 @@ def lengths(config: PipelineConfig) -> Findings:
                 yield "C103", f"{key}.max_new_tokens", f"{generating.max_new_tokens} exceeds response_length {r}"
     else:
         n, s = config.actor_infer.generating_args.max_new_tokens, sequence_length_of(config)
-        if n >= s:
+        if n >= s:  # the first observation takes tokens, too
             yield "C103", f"{_GENERATING}.max_new_tokens", f"{n} leaves no room in sequence_length {s}"
 
 
@@ -158,6 +158,7 @@ def _megatron_sizes(role: str, worker: WorkerConfig, parallel: MegatronTrainConf
     if n % (tp * pp * cp):
         message = f"{n} ranks are not divisible by tensor {tp} * pipeline {pp} * context {cp} = {tp * pp * cp}"
         yield "C113", key, message
+    # Megatron divides the ranks anew for experts: context parallel has no part in that.
     if n % (etp * ep * pp):
         message = f"{n} ranks are not divisible by expert tensor {etp} * expert {ep} * pipeline {pp} = {etp * ep * pp}"
         yield "C114", key, message
@@ -188,7 +189,7 @@ def batch(config: PipelineConfig) -> Findings:
             return
     b, m, n = config.samples_per_batch, config.mini_batch_size, config.samples_per_group
     if b % m:
-        per_group = n if isinstance(config, AgenticConfig) else 1
+        per_group = n if isinstance(config, AgenticConfig) else 1  # the key counts trajectories there, prompts here
         groups = math.lcm(n, m) // n  # the fewest that are whole mini-batches
         near = max(groups, round(config.groups_per_batch / groups) * groups) * per_group
         message = (
@@ -309,11 +310,12 @@ def domains(config: PipelineConfig) -> Findings:
         yield from _shares(key, data, config)
     owners: dict[str, list[str]] = {}
     for domain, reward in config.rewards.items():
-        if not reward.tag_included and not reward.style_included and len(config.rewards) > 1:
+        if not reward.tag_included and not reward.style_included and len(config.rewards) > 1:  # a single one takes all
             yield "C130", "rewards", f"domain {domain} has no tag_included"
         for tag in reward.tag_included:
             for other in owners.setdefault(tag, []):
                 styles = (set(config.rewards[other].style_included), set(reward.style_included))
+                # A domain without styles takes all of them.
                 if not all(styles) or styles[0] & styles[1]:
                     yield "C130", "rewards", f"tag '{tag}' is in domains {other} and {domain}"
             owners[tag].append(domain)
