@@ -17,7 +17,7 @@ from roll_async.schema import Sample
 logger = logging.getLogger(__name__)
 
 _EVERY = 100
-_LONGEST = 12
+_LONGEST = 12  # pictures of a strip
 _COLOURS = {
     "_": "#dbe9f6", "P": "#2b6cb0", "O": "#1a202c", "G": "#48bb78", "X": "#c53030", "V": "#276749", "#": "#4a5568",
     "S": "#2c5282",
@@ -31,6 +31,7 @@ class TrajectoryLog:
 
     def __init__(self, folder: Path) -> None:
         written = [int(path.name.partition("_")[0]) for path in folder.glob("*_*.txt")]
+        # The next one is the newest number + 100: it is a hundredth again, and its name is new.
         self._folder, self._count = folder, max(written) + _EVERY - 1 if written else 0
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trajectories")
 
@@ -59,6 +60,7 @@ def _write(stem: Path, name: str, task: Task, ending: Ending, num_rows: int) -> 
         f"  {ending.reason}\n"
     )
     said = "\n".join(f"--- {role}\n{text}" for role, text in ending.story)
+    # A model may write half of a surrogate pair, which UTF-8 cannot hold.
     stem.with_suffix(".txt").write_text(f"{head}\n{said}\n", encoding="utf-8", errors="replace")
     if ending.frames:
         draw(ending.frames, stem.with_suffix(".png"), head.strip())
@@ -66,6 +68,7 @@ def _write(stem: Path, name: str, task: Task, ending: Ending, num_rows: int) -> 
 
 def draw(frames: Sequence[Sequence[str]], path: Path, title: str) -> None:
     """The first frames side by side, one square per character."""
+    # Not pyplot: it keeps its figures in globals, and this runs in a thread.
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 
@@ -81,7 +84,7 @@ def draw(frames: Sequence[Sequence[str]], path: Path, title: str) -> None:
                 dark = symbol in "POXV#S"
                 axes.text(c + 0.5, r + 0.5, symbol, ha="center", va="center", color="white" if dark else "#2d3748")
         axes.set_xlim(0, columns)
-        axes.set_ylim(rows, 0)
+        axes.set_ylim(rows, 0)  # row 0 on top
         axes.set_aspect("equal")
         axes.axis("off")
         axes.set_title(str(number), fontsize=8)

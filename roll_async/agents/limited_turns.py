@@ -76,10 +76,12 @@ class TurnHandler(ABC):
             if key in self._replies:
                 return self._replies[key]
             running = self._awaited.get(key)
+        # A turn that failed has no reply to repeat: it is sampled anew.
         if running is None or running.done():
             running = asyncio.ensure_future(self._limited(request))
             self._running.add(running)
             if key is not None:
+                # A retry must get the reply of this turn, not of an older one with the same key.
                 self._replies.pop(key, None)
                 self._awaited[key] = running
             running.add_done_callback(partial(self._ended, key))
@@ -88,12 +90,14 @@ class TurnHandler(ABC):
             # A client that disconnects may repeat the request, and then gets this reply.
             return await asyncio.shield(running)
         except asyncio.CancelledError:
+            # `end` cancelled the turn, and nobody this caller.
             if running.cancelled() and self.ended is not None:
                 raise self._over() from None
             raise
 
     def _ended(self, key: str | None, turn: asyncio.Future[TurnReply]) -> None:
         self._running.discard(turn)
+        # A newer turn may have the same key.
         if key is not None and self._awaited.get(key) is turn:
             del self._awaited[key]
         if not turn.cancelled() and turn.exception() is None and key is not None:
@@ -118,6 +122,7 @@ class TurnHandler(ABC):
     def end(self, outcome: Outcome, reason: str) -> None:
         """Refuse further turns and cancel running ones."""
         self.stop(outcome, reason)
+        # Callbacks run later in the loop, so that the set stays as it is meanwhile.
         for running in self._running:
             running.cancel()
 
@@ -129,15 +134,17 @@ class TurnHandler(ABC):
             self._started_s = loop.time()
         if self._num_turns >= self._max_turns:
             raise self._ends(Outcome.TRUNCATED_TURNS, f"the limit of {self._max_turns} turns is reached")
+        # Before anything is awaited: turns that overlap must not pass the limit together.
         self._num_turns += 1
         try:
+            # One deadline for all turns, counted from the first.
             async with asyncio.timeout_at(self._started_s + self._max_seconds) as limit:
                 return await self._sampled(request, loop.time())
         except BadRequest:
             self._num_turns -= 1
             raise
         except TimeoutError:
-            if not limit.expired():
+            if not limit.expired():  # a time-out of something inside
                 raise
             raise self._ends(Outcome.TRUNCATED_TIME, f"the limit of {self._max_seconds:g} s is reached") from None
 
@@ -147,4 +154,5 @@ class TurnHandler(ABC):
 
     def _over(self) -> TrajectoryEnded:
         assert self.ended is not None
+        # A new one: an exception raised twice keeps the frames of the first time.
         return TrajectoryEnded(self.ended.outcome, str(self.ended))

@@ -27,6 +27,7 @@ class Message:
 
     def key(self) -> bytes:
         """Equal for messages with the same content: ids, white space at the ends and the form of JSON are ignored."""
+        # Outside the JSON, which would escape it; its length inside keeps keys apart.
         content = self.content.strip().encode()
         calls = [[call.name, call.arguments] for call in self.tool_calls]
         return json.dumps([self.role, len(content), calls], sort_keys=True).encode() + content

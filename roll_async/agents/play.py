@@ -75,11 +75,13 @@ class WorldEpisode:
         try:
             observation = await self._world.reset(seed)
             self._begin(observation)
+            # The world's end counts before the limit: what is solved in the last turn is solved.
             while not observation.ended:
                 if self._session.num_turns >= self._options.max_turns:
                     return self._end(Outcome.TRUNCATED_TURNS, f"{self._options.max_turns} turns")
                 reply = await self._session.turn(self._request())
                 observation = await self._take(reply, observation)
+            # gymnasium lets a step say both: then it ended by itself.
             if observation.truncated and not observation.terminated:
                 return self._end(Outcome.TRUNCATED_TURNS, "the world ended it")
             return self._end(Outcome.SOLVED if self._is_solved() else Outcome.FAILED, "")
@@ -168,6 +170,7 @@ class WorldEpisode:
         has_tools = bool(self._toolbox.schemas or self._world_tools)
         if has_tools and (reply.tool_calls or reply.problems):
             return await self._call(reply, observation)
+        # Without tools, what looks like a call is part of the answer.
         after = await self._step(reply.node, reply.text.strip() if not has_tools else reply.content)
         self._history.append((observation.text, reply.text.strip()))
         if not self._options.windowed:
@@ -184,6 +187,7 @@ class WorldEpisode:
         self._messages.append(reply.message)
         calls = (*reply.tool_calls, *reply.problems)
         mine = [call for call in calls if call.problem or call.name not in self._world_tools]
+        # By identity: two calls of one turn may be equal.
         answers = dict(zip(map(id, mine), await self._toolbox.run(mine, self._row_tools), strict=True))
         for call in calls:
             said = answers.get(id(call))
@@ -236,6 +240,7 @@ async def run_agent(
         async with _limit(max_seconds), _limit(silence_s) as silence:
             session.on_activity = _Postponed(silence, silence_s)
             start = partial(agent.run, task, endpoint)  # type: ignore[attr-defined]
+            # Without a limit of its own: those around it are its limits.
             result = await asked(start, _judged, float("inf"), GraderFailed, WorldFailed)
     except TimeoutError:
         if silence.expired():
@@ -250,6 +255,7 @@ async def run_agent(
     except OutsideError as error:
         result, reason = None, str(error)
     finally:
+        # A turn that ends later must not reschedule a limit that is left: asyncio raises.
         session.on_activity = None
     if session.ended is not None and session.ended.outcome is Outcome.CANCELLED:
         return Ending(outcome=Outcome.CANCELLED, reason=str(session.ended))  # whatever the agent made of it
@@ -257,6 +263,7 @@ async def run_agent(
     if result is not None:
         solved = result.reward > 0 if result.solved is None else result.solved
         outcome = Outcome.SOLVED if solved else Outcome.FAILED
+        # What was solved before the limit ended it is solved.
         if session.ended is not None and not solved and session.ended.outcome.is_trusted:
             outcome = session.ended.outcome
         metrics = {**result.metrics, "acc": float(solved), **turns}
@@ -286,6 +293,7 @@ class _Postponed:
     seconds: float
 
     def __call__(self, is_running: bool) -> None:
+        # asyncio raises for a limit that has expired.
         if not self.limit.expired():
             without = is_running or self.seconds == float("inf")
             self.limit.reschedule(None if without else asyncio.get_running_loop().time() + self.seconds)

@@ -35,6 +35,7 @@ class EnginePolicy:
                 return await self._manager.generate(attempt, conversation=conversation, foreground=foreground)
             except Interrupted:
                 self.resampled_turns += 1
+                # A new id: what still comes of the aborted request is not this one's.
                 attempt = replace(request, request_id=f"{request.request_id}~{number}")
         raise AssertionError("unreachable")
 

@@ -85,12 +85,14 @@ class TemplateRenderer:
         self, tokenizer: PreTrainedTokenizerBase, template: str = "native", calls: CallFormat = HERMES
     ) -> None:
         self._tokenizer, self._template, self.calls = tokenizer, TEMPLATES[template], calls
+        # Of a text that is no token, transformers gives the id of the unknown one.
         ends = (tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>"))
         unknown = tokenizer.unk_token_id
         self.end_ids = frozenset(i for i in ends if isinstance(i, int) and i != unknown)
         self._reserved = special_marks(tokenizer)
         self._beside = Beside(_load, tokenizer.backend_tokenizer) if tokenizer.is_fast else None
         question = {"role": "user", "content": "?"}
+        # Asked of the template itself: no tokenizer declares what its template renders.
         self._knows_tools = "roll_probe" in self._try([question], [_PROBE_TOOL])
         self._knows_tool_role = "roll-said" in self._try(
             [question, {"role": "assistant", "content": "!"}, {"role": "tool", "content": "roll-said"}], None
@@ -105,6 +107,7 @@ class TemplateRenderer:
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]], turns: Sequence[SampledTurn]
     ) -> Rendered:
         """Raises ValueError for a chat that the template refuses."""
+        # With id(self): no text of a chat holds a mark by accident.
         marks = [f"@roll{number}-{id(self):x}@" for number in range(len(turns))]
         plain = self._plain(messages, tools)
         offset = len(plain) - len(messages)  # a system message that the template adds for the tools
@@ -114,7 +117,7 @@ class TemplateRenderer:
         for mark in marks:
             part, found, rest = rest.partition(mark)
             if not found:
-                return Rendered((with_marks,), text, False)
+                return Rendered((with_marks,), text, False)  # a turn is left out, or stands elsewhere
             parts.append(part)
         parts.append(rest)
         forms = (_joined(parts, [t.text for t in turns]), _joined(parts, [t.text.strip() for t in turns]))
@@ -179,7 +182,7 @@ class TemplateRenderer:
                 return {"role": "assistant", "content": self.calls.write(message.content, message.tool_calls)}
             case "tool" if not self._knows_tool_role:
                 said = without_marks(message.content, self._reserved)
-                return {"role": "user", "content": f"<tool_response>\n{said}\n</tool_response>"}
+                return {"role": "user", "content": f"<tool_response>\n{said}\n</tool_response>"}  # as Qwen's templates
             case "system":
                 return {"role": "system", "content": message.content}
             case role:
@@ -202,6 +205,7 @@ class TemplateRenderer:
                 add_generation_prompt=True,
                 tokenize=False,
             )
+        # Templates are programs: what they do not expect raises Python's own errors, too.
         except (TemplateError, TypeError, LookupError, AttributeError) as error:
             raise ValueError(f"the chat template refuses the messages: {error}") from error
         assert isinstance(text, str)
@@ -213,12 +217,14 @@ _LOADED: list[Any] = []
 
 
 def _load(tokenizer: Any) -> None:
+    # Both may be set in a tokenizer's file; transformers sets them in each of its calls.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     _LOADED[:] = [tokenizer]
 
 
 def _encode(text: str) -> bytes:
+    # Bytes: a pickled list of a million numbers would hold both interpreters.
     return array("i", _LOADED[0].encode(text, add_special_tokens=False).ids).tobytes()
 
 

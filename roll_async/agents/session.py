@@ -104,7 +104,7 @@ class Session(TurnHandler):
         """Ids of the running requests, as the policy names them."""
         self.newest: tuple[tuple[Message, ...], str] = ((), "")
         """The chat of the newest turn and what it said, for display."""
-        self._turns = itertools.count()
+        self._turns = itertools.count()  # for ids: a refused turn gives its number back, an id comes once
 
     async def _sampled(self, request: TurnRequest, started_s: float) -> TurnReply:
         plan = await self._planned(request)
@@ -113,6 +113,7 @@ class Session(TurnHandler):
             tree.branches["window" if options.windowed else plan.reason] += 1
         role = request.messages[-1].role
         parent = tree.add_request(plan.parent, plan.new_ids, role=role, started_s=started_s)
+        # Before the turn is sampled: requests may overlap.
         self._beginnings.add(plan.digest.keys[0])
         self._seen.add(plan.digest.keys[-1])
         prompt = tree.token_ids(parent)
@@ -150,6 +151,7 @@ class Session(TurnHandler):
             plan = await self._off_loop(lambda: self._plan(request), request.longer_than(_INLINE_CHARACTERS))
         except ValueError as error:
             raise BadRequest(str(error)) from error
+        # An engine takes no empty prompt.
         if plan.parent is None and not plan.new_ids:
             raise BadRequest("messages: the chat template makes no token of them")
         if self.ended is not None:
@@ -167,6 +169,7 @@ class Session(TurnHandler):
 
     def _continued(self, keys: list[bytes]) -> _Recorded | None:
         """The longest recorded chat that this one begins with."""
+        # Without the last key: at least one message follows a turn.
         return next((self._recorded[key] for key in reversed(keys[:-1]) if key in self._recorded), None)
 
     def _plan(self, request: TurnRequest) -> _Plan:
@@ -209,6 +212,7 @@ class Session(TurnHandler):
         )
         number = f"{self.name}+{node}"
         good = [call for call in found if not call.problem]
+        # The text of a model has no ids, and clients answer calls by them.
         calls = tuple(replace(call, call_id=f"call_{node}_{i}") for i, call in enumerate(good))
         finish = "length" if completion.finish_reason is FinishReason.LENGTH else "tool_calls" if calls else "stop"
         reply = TurnReply(

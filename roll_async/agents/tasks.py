@@ -27,6 +27,7 @@ class Tasks:
     def at(self, index: int) -> Prompt:
         """The task at this position, as a prompt without tokens: the world gives the first observation."""
         tag = self._pattern[index % len(self._pattern)]
+        # Not hash(), which differs between processes. Validation's range is another: its tasks are not trained.
         seed = zlib.crc32(f"{self._seed}/{index}".encode()) % _SEEDS + (_SEEDS if self._validation else 0)
         return Prompt(
             row_id=f"{tag}/{seed}",

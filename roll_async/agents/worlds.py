@@ -86,6 +86,7 @@ class WorldRunner:
         self._manager, self._parts = manager, parts
         self._policy = EnginePolicy(manager)
         self._counts = AgentCounts()
+        # By whether a trajectory is counted (`_is_counted`).
         limits = {True: parts.max_worlds, False: parts.max_validation_worlds}
         self._worlds = {counted: asyncio.Semaphore(most) for counted, most in limits.items() if most}
         # A validation has slots of its own: trajectories of the training that it has set aside keep theirs.
@@ -112,6 +113,7 @@ class WorldRunner:
         """How one attempt ended, and its rows if that is trusted. This is the border round a trajectory: what was said
         in it, and what nobody foresaw about that, ends it and nothing else.
         """
+        # Counted, whatever fails before the task is known.
         name, tree, is_counted = request.name, TraceTree(), True
         try:
             with border(ConnectionError):  # no replica is left
@@ -140,15 +142,17 @@ class WorldRunner:
             of_turn = plan.session.sampling.max_new_tokens  # the tag's: a validation's is of a whole answer
             options = replace(options, sampling=replace(request.sampling, max_new_tokens=of_turn))
         session = Session(name, self._policy, parts.renderer, options, parts.executor)
+        # Before it waits for a slot: an abort must find it.
         scope.open.add(session)
         async with AsyncExitStack() as stack:
+            # Run in reverse: no turn of the session is left when its replica is forgotten.
             stack.callback(self._manager.forget_affinity, name)
             stack.callback(scope.open.discard, session)
             stack.callback(session.end, Outcome.CANCELLED, "the trajectory is over")
             for cap in (self._worlds.get(self._is_counted(task)), self._caps.get((task.tag, task.validation))):
                 if cap is not None:
                     await stack.enter_async_context(cap)
-            if scope.aborted:
+            if scope.aborted:  # while it waited for its slot
                 return Ending(outcome=Outcome.CANCELLED, reason="aborted"), session
             if plan.agent is not None:
                 return await self._run_agent(plan, task, session), session
@@ -177,6 +181,7 @@ class WorldRunner:
 
     def counts(self, num_retries: int) -> SourceCounts:
         """Counters since the start."""
+        # Tags may share a toolbox, which counts once.
         boxes = {id(plan.toolbox): plan.toolbox for plan in self._parts.tags.values()}.values()
         return SourceCounts(
             tool_calls=sum(box.num_calls for box in boxes),

@@ -62,6 +62,7 @@ class Number(click.FloatRange):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number = super().convert(value, param, ctx)
+        # click's bounds let nan through: every comparison with it is false.
         if not math.isfinite(number):
             self.fail(f"'{value}' is not a finite number", param, ctx)
         return number
@@ -73,6 +74,7 @@ POSITIVE = Number(min=0, min_open=True)
 def execute(command: click.Command, args: Sequence[str], name: str) -> int:
     """Run a command to its exit code. Bad usage is one line on stderr and exit code 2."""
     try:
+        # click's standalone mode would end the process with codes of its own.
         result = command.main(list(args), prog_name=name, standalone_mode=False)
     except click.UsageError as error:
         where = error.ctx.command_path if error.ctx is not None else name
@@ -104,5 +106,5 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: st
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*(Text(cell) for cell in row))  # rich would read [brackets] in a plain text as markup
     Console().print(table)

@@ -144,6 +144,7 @@ def _as_hf(model: Path, folder: Path, like: str) -> str:
     if is_hf(model):
         return str(model)
     target = folder / "model"
+    # A checkpoint without config.json and tokenizer takes those of the config's model.
     more = ["--like", like] if side_files(model) is None else []
     typed = [sys.executable, "-m", "roll_async.cli", "convert", str(model), str(target), *more]
     done = subprocess.run(typed, capture_output=True, text=True)
@@ -238,7 +239,7 @@ def _print(found: Evaluation, title: str) -> None:
 
 def _by_number(name: str) -> tuple[str, int]:
     kind, _, number = name.partition("@")
-    return kind, int(number)
+    return kind, int(number)  # as a number: avg@8 before avg@16
 
 
 def _cell(metrics: Mapping[str, float], column: str) -> str:

@@ -85,7 +85,7 @@ def launcher(
     )
     @click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[KEY=VALUE]...")
     def train(args: tuple[str, ...]) -> int:
-        chosen = default is None or any(arg.startswith("--config") for arg in args)
+        chosen = default is None or any(arg.startswith("--config") for arg in args)  # also --config-name
         return run_command(args if chosen else ["--config", str(default), *args], pipeline=pipeline, classes=classes)
 
     return train

@@ -54,6 +54,7 @@ def _row(path: Path) -> tuple[str, ...]:
     if record is None:
         return (path.name, "-", "-", steps, shown, "-")
     state = record.state if not record.reason else f"{record.state}: {record.reason}"
+    # The system releases the lock of a process that could not say how it ended.
     if record.state == "running" and not is_locked(path):
         state = "killed"
     return (path.name, record.run_id, record.started, steps, shown, state)

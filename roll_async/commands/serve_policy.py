@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from roll_async.agents.session import Session
     from roll_async.inference.settings import EngineSettings
 
-_TURNS = 1_000_000
+_TURNS = 1_000_000  # no limit, as a number
 _OF_ENGINES = ("engine", "max_model_len", "dtype", "device")
 
 
@@ -140,6 +140,7 @@ class _Trajectories:
     def adopt(self, key: str) -> TurnHandler | None:
         """The session of a key that begins with the token."""
         given, _, name = key.partition("/")
+        # Its time does not tell how much of a guess is right; as bytes, since texts must be ASCII.
         if not hmac.compare_digest(given.encode(), self.token.encode()):
             return None
         if name not in self.sessions:
@@ -206,6 +207,7 @@ async def _engine(arguments: Arguments, record: TextIO | None, stack: AsyncExitS
     await engine.start()
     made: list[Session] = []
     if record is not None:
+        # Callbacks run in reverse: this one when the engine has ended and no turn is added.
         stack.callback(lambda: _write(record, made))
     stack.push_async_callback(engine.close)
     options = SessionOptions(
@@ -233,7 +235,7 @@ def engine_settings(arguments: Arguments) -> EngineSettings:
         dtype=arguments.dtype or default_dtype(on_devices=arguments.device != "cpu"),
         device=arguments.device,
         max_model_len=arguments.max_model_len,
-        stop_strings=True,
+        stop_strings=True,  # an engine that is started without refuses requests that have some
         truncated_sampling=True,
     )
 

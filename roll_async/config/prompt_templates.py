@@ -55,6 +55,7 @@ def problem_of(template: str, *, system: bool) -> str | None:
         if unknown:
             known = ", ".join(PLACEHOLDERS)
             return f"unknown placeholder {', '.join(f'{{{name}}}' for name in unknown)}; known are: {known}{remedy}"
+        # A format such as {turn:d} fails only with a value of the wrong type.
         filled(template, PLACEHOLDERS, system=system)
     except (ValueError, KeyError, IndexError) as error:
         return f"cannot be filled: {error}{remedy}"

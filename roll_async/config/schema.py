@@ -454,6 +454,7 @@ def roles_on_same_devices(config: PipelineConfig) -> tuple[frozenset[str], ...]:
             continue
         names, devices = frozenset({name}), frozenset(role.device_mapping or ())
         is_actor = name == "reference" and reference_is_actor(config)
+        # A list, since `sets` changes; a role may join several of them into one.
         for found in [s for s in sets if s[1] & devices or (is_actor and "actor_train" in s[0])]:
             sets.remove(found)
             names, devices = names | found[0], devices | found[1]

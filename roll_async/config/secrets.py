@@ -16,6 +16,7 @@ HIDDEN = "<hidden>"
 _ENVIRONMENTS = ("system_envs", "env")
 """Maps of variables: nobody knows which of them are secrets."""
 _FREE_FORM = ("tracker_kwargs", "env_config", "tool_args", "extra")
+# A token is one, max_tokens and a tokenizer are none.
 _SECRET_NAME = re.compile(
     r"(api|access|secret|private|auth)[_-]?key|token(?!s|iz)|secret|passw|passphrase|pwd|credential|authorization", re.I
 )
@@ -62,6 +63,7 @@ def without_secrets(config: C) -> C:
     """The config with HIDDEN in place of every secret."""
 
     def hide(path: Path, value: object) -> object:
+        # What is not set, or is a switch, tells nothing.
         empty = value is None or value == "" or isinstance(value, bool)
         return value if empty or not is_secret(path) else HIDDEN
 

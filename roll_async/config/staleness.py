@@ -102,8 +102,10 @@ def largest_excess(
     version due by that deadline), None when every deadline can be met.
     """
     total = 0
+    # By deadline: an older version is due earlier.
     for version in sorted(groups_by_version):
         total += groups_by_version[version]
+        # Steps up to the deadline, `next_step` among them.
         steps = due_step(admitted_version=version, max_versions=max_versions) - next_step + 1
         room = max(0, steps * groups_per_batch - taken)
         if total > room:

@@ -20,6 +20,7 @@ from roll_async.config.yaml.compose import CHECKOUT
 FOLDERS_VARIABLE = "ROLL_ASYNC_CODE_FOLDERS"
 """Folders of a user's modules, separated like those of PATH."""
 _LIBRARIES = tuple(
+    # "<": code without a file, such as <frozen importlib._bootstrap>.
     {str(Path(__file__).parents[1]) + os.sep, "<"}
     | {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
@@ -49,6 +50,7 @@ def find(path: str) -> object:
     try:
         return getattr(import_module(module), name)
     except ModuleNotFoundError as error:
+        # Another name: the module was found, and one that it imports was not.
         if not folders or error.name not in (module, module.partition(".")[0]):
             raise
         places = " and ".join(dict.fromkeys(folders))

@@ -108,7 +108,7 @@ class WorldPool:
     async def close(self) -> None:
         """End all workers. Worlds that are being closed get a few seconds for it."""
         if self._closing:
-            await asyncio.wait(set(self._closing), timeout=_CLOSE_S)
+            await asyncio.wait(set(self._closing), timeout=_CLOSE_S)  # a copy: each removes itself as it ends
         for task in self._closing:
             task.cancel()
         workers, self._workers = self._workers, []
@@ -134,6 +134,7 @@ class WorldWorker:
         """Send one request. Raises WorldFailed when the process has ended."""
         if self._starting is None:
             self._starting = asyncio.ensure_future(self._begin())
+        # Several worlds wait for one start: the time-out of one must not cancel it for all.
         await asyncio.shield(self._starting)
         number = next(self._ids)
         answer: asyncio.Future[dict] = asyncio.get_running_loop().create_future()
@@ -164,6 +165,7 @@ class WorldWorker:
     def _send(self, request: dict) -> None:
         if self._process is None or self._process.ended:
             raise WorldFailed("its worker process has ended")
+        # json escapes line breaks, so that a request is one line.
         self._process.send([json.dumps(request).encode() + b"\n"])
 
     def _read(self, lines: list[bytes]) -> None:
@@ -211,6 +213,7 @@ class WorldWorker:
         """Kill the process; pending requests fail."""
         self._fail(reason)
         await self._end_process()
+        # This may be the last step of that very task.
         if self._retiring is not None and self._retiring is not asyncio.current_task():
             self._retiring.cancel()
 
@@ -241,11 +244,12 @@ class _InWorker:
         assert worker is not None, "reset() first"
         started = asyncio.get_running_loop().time()
         try:
+            # A first request also waits for the start of the process.
             async with asyncio.timeout(self._timeout_s + (0 if worker.alive else _START_S)):
                 answer = await worker.ask(op=op, world=self._number, **more)
         except TimeoutError:
             worker.worlds.discard(self._number)
-            worker.retire()
+            worker.retire()  # it waits for the worlds beside this one, which is no longer counted
             self._pool.lost(worker)
             taken = f"{asyncio.get_running_loop().time() - started:.1f} s"
             raise WorldFailed(f"{op} of {self._spec.env_type} took longer than {taken} (fault.env_timeout)") from None
@@ -264,6 +268,7 @@ class _InWorker:
         if worker is None or self._number not in worker.worlds:
             return
         try:
+            # One that is being retired ends all of its worlds by its own end.
             if worker.alive and worker.takes_worlds:
                 async with asyncio.timeout(self._timeout_s):
                     await worker.ask(op="close", world=self._number)

@@ -91,6 +91,7 @@ def answer_of(op: str, result: object) -> dict:
             answer["reward"] = number(found["reward"], "the reward")
         except ValueError as error:
             raise GraderFailed(str(error)) from error
+        # numpy's bool is no JSON.
         answer |= {name: bool(found[name]) for name in ("terminated", "truncated")}
     return answer
 

@@ -43,6 +43,7 @@ class Worlds:
             text = json.dumps({"id": request["id"], "error": reason, "kind": "grader"})
         except OutsideError as error:
             text = json.dumps({"id": request["id"], "error": str(error), "kind": "world"})
+        # Threads answer beside each other, and a long line takes several writes.
         with self._lock:
             self._channel.sendall(text.encode() + b"\n")
 

@@ -191,6 +191,7 @@ class _Answers:
 
     def ids(self, text: str) -> array:
         """With the end-of-sequence token."""
+        # A beginning-of-sequence token would stand in the middle of the row, behind the prompt.
         ids = array("i", self._tokenizer.encode(text, add_special_tokens=False))
         ids.append(self._end)
         return ids
@@ -250,7 +251,7 @@ def _tokenised_in_processes(
         for chunk in chunks:
             under_way.append((chunk, pool.submit(_render, [row.messages for row, _ in chunk])))
             if len(under_way) >= 2 * options.num_workers:
-                done, future = under_way.pop(0)
+                done, future = under_way.pop(0)  # the oldest, so that rows keep the order of the files
                 yield from zip(done, future.result(), strict=True)
         for chunk, future in under_way:
             yield from zip(chunk, future.result(), strict=True)
@@ -262,7 +263,7 @@ def _chunks(rows: Iterable[tuple[Row, str]]) -> Iterator[list[tuple[Row, str]]]:
         yield chunk
 
 
-_worker_renderer: ChatEncoder | None = None
+_worker_renderer: ChatEncoder | None = None  # of this process, so that no task carries a tokenizer
 
 
 def _start_worker(folder: str, time: str | None, template: str) -> None:

@@ -110,6 +110,7 @@ class PooledPrompts:
             name: _Domain(list(rows), (reserve or {}).get(name, ()), len(rows), _ranks(name, rows, options))
             for name, rows in by_domain.items()
         }
+        # By identity: the stream gives these very objects, and rows may be equal.
         self._place = {id(prompt): row for rows in by_domain.values() for row, prompt in enumerate(rows)}
         self._chosen: dict[int, tuple[str, int]] = {}
         self._recorded: set[int] = set()
@@ -134,6 +135,7 @@ class PooledPrompts:
 
     def _choose(self, index: int, first: Prompt) -> tuple[str, int] | None:
         name, row = first.domain, self._place[id(first)]
+        # By position, so that the draws do not depend on which positions were asked before.
         rng = random.Random(f"{self._options.seed}/pool/{index}")
         if not self._domains[name].num_active:
             name = max(self._domains, key=lambda d: self._domains[d].num_active)
@@ -145,6 +147,7 @@ class PooledPrompts:
             if rng.random() < self._weight(domain, row, index):
                 return name, row
             row = rng.randrange(len(domain.rows))
+        # No draw was taken, as where nearly all rows are retired or still too hard.
         active = [r for r in range(len(domain.rows)) if r not in domain.retired]
         return name, max(active, key=lambda r: (self._weight(domain, r, index), -domain.ranks[r]))
 
@@ -152,9 +155,11 @@ class PooledPrompts:
         options = self._options
         if row in domain.retired:
             return 0.0
+        # It opens evenly: at half of these prompts the easier half may be asked.
         if index < options.curriculum_prompts and domain.ranks[row] > (index + 1) / options.curriculum_prompts:
             return 0.0
         record = domain.records.get(row)
+        # 4 p (1 - p): the variance of passing as a share of its largest, that at one half.
         return 1.0 if record is None else max(options.floor, 4 * record.rate * (1 - record.rate))
 
     def record(self, index: int, values: Sequence[float]) -> None:
@@ -217,6 +222,7 @@ class PooledPrompts:
             raise ValueError(f"the pool to go on with has domains {', '.join(stored)}, not {', '.join(self._domains)}")
         for name, domain in self._domains.items():
             kept = stored[name]
+            # First: numbers of retired and recorded rows may be of the reserve.
             if domain.append(kept["appended"]) != kept["appended"]:
                 raise ValueError(f"prompt_pool.refill_file_name holds fewer rows of {name} than the run took from it")
             domain.retired = set(kept["retired"])

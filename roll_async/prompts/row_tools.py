@@ -35,6 +35,7 @@ class RowTools:
 
 def tools_of_row(extra: Mapping[str, str]) -> RowTools:
     """Of a prompt's other columns. Raises ValueError for a form that is not one of the above."""
+    # Searched as text first: most rows say nothing of tools, and parsing each takes time.
     info = _json(extra, "extra_info") if "tools" in extra.get("extra_info", "") else {}
     values = info if isinstance(info, dict) else {}
     given = {name: _json(extra, name) if name in extra else values.get(name) for name in ("tools", "tools_kwargs")}

@@ -109,7 +109,7 @@ def missing_file(name: str) -> str:
 
 def _json_lines(path: Path, bad: BadRows) -> Iterator[tuple[str, object]]:
     try:
-        with open(path, encoding="utf-8-sig") as file:
+        with open(path, encoding="utf-8-sig") as file:  # json refuses a byte order mark
             for number, line in enumerate(file, 1):
                 if line.strip():
                     try:
@@ -122,7 +122,7 @@ def _json_lines(path: Path, bad: BadRows) -> Iterator[tuple[str, object]]:
 
 def _json_file(path: Path, bad: BadRows) -> Iterator[tuple[str, object]]:
     try:
-        rows = json.loads(path.read_text(encoding="utf-8-sig"))
+        rows = json.loads(path.read_text(encoding="utf-8-sig"))  # json refuses a byte order mark
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from error
     except json.JSONDecodeError as error:
@@ -145,6 +145,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, object]]:
     number = 0
     try:
         with parquet.ParquetFile(path) as file:
+            # Piece by piece: as Python objects a whole file takes many times its size.
             for batch in file.iter_batches():
                 for record in batch.to_pylist():
                     number += 1
@@ -214,7 +215,7 @@ def _ground_truth(record: dict, columns: Columns) -> str:
         raise KeyError(columns.ground_truth)
     text = _text(value)
     gold = _GSM8K_ANSWER.search(text)
-    return gold[1].replace(",", "") if gold else text
+    return gold[1].replace(",", "") if gold else text  # GSM8K writes thousands as 1,000
 
 
 def _extra(record: dict, columns: Columns) -> dict[str, str]:

@@ -62,8 +62,9 @@ class ShuffledPrompts:
         if key not in self._orders:
             self._orders = {k: v for k, v in self._orders.items() if k[0] != domain or abs(k[1] - epoch) <= 1}
             order = list(range(len(self._prompts[domain])))
+            # Python seeds by a digest of a text, which is the same in every process.
             random.Random(f"{self._seed}/{self._domains[domain]}/{epoch}").shuffle(order)
-            self._orders[key] = array("q", order)
+            self._orders[key] = array("q", order)  # 8 bytes a row; a list takes several times that
         return self._orders[key]
 
 

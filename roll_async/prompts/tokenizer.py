@@ -98,6 +98,7 @@ def _marks_lost_by(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     except (TemplateError, ValueError, TypeError, KeyError):
         return []  # one that refuses a plain chat is told of by what renders the run's chats
     assert isinstance(text, str)
+    # (?!) fits nowhere, for a tokenizer without special tokens.
     pieces = re.split(f"({'|'.join(map(re.escape, sorted(special_marks(tokenizer)))) or '(?!)'})", text)
     rest, lost = _given_back(tokenizer, text), []
     for piece in filter(None, map(str.strip, pieces)):
@@ -111,6 +112,7 @@ def _marks_lost_by(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 def _given_back(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    # The clean-up would take away spaces before punctuation.
     decoded = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     assert isinstance(decoded, str), "one sequence, one text"
     return decoded
@@ -127,8 +129,9 @@ def without_marks(text: str, marks: Collection[str]) -> str:
     """
     if not any(mark in text for mark in marks):
         return text
+    # Longest first: of alternatives, re takes the first that fits.
     pattern = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))))
-    reach = max(map(len, marks)) - 1
+    reach = max(map(len, marks)) - 1  # characters of a mark at most on one side of a seam
     kept: list[str] = []
     """Characters, among which there is no mark."""
     for start in range(0, len(text), _BLOCK):

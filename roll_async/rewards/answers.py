@@ -21,11 +21,12 @@ ANSWER_FORMATS = ("auto", "boxed", "answer_line", "hashes", "tag", "the_answer_i
 MAX_ANSWER_CHARS = 4096
 """What follows `Answer:` is read up to here."""
 _SENTENCE_CHARS = 600
+# The second form takes \{ and \} away, which are no braces.
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 _BETWEEN_BOXES = re.compile(
     r"(?:\\text\{)?[\s,;$&]*(?:\\[()\[\],;! ]|\\q?quad|[\s,;$&])*(?:and|or)?(?:\\[()\[\],;! ]|\\q?quad|[\s,;$&}])*"
 )
-_BETWEEN_LIMIT = 40
+_BETWEEN_LIMIT = 40  # characters: over a longer text the repetitions of the pattern could backtrack for long
 _BARE_BOX = re.compile(r"\\(?:boxed|fbox)[ \t]{1,3}(-?\w{1,40}(?:[./]\w{1,40})?)(?!\w)")
 """TeX takes one token without braces; models write a whole number so."""
 _WORD = re.compile("answer", re.IGNORECASE)
@@ -35,7 +36,7 @@ _LEAD = re.compile(
     re.IGNORECASE,
 )
 """What stands before `Answer:`: the start of a line, perhaps with a number of a list, or the end of a sentence."""
-_LEAD_CHARS = 60
+_LEAD_CHARS = 60  # looked at before each `answer`: bounded, so that all of them take linear time
 _COLON = re.compile(r"(?:\s{1,3}is)?[ \t*_]{0,6}[:=\uff1a]|[ \t*_]{0,6}\r?\n", re.IGNORECASE)
 _IS = re.compile(
     r"(?:\s{1,3}(?:to|of|for)\s[^.\n]{1,60}?)?\s{1,3}(?:is|are|equals|(?:must|would|will|should)\sbe)\b\s{0,3}:?",
@@ -119,7 +120,7 @@ def joined_boxes(text: str, num_parts: int) -> str | None:
     if num_parts > 1 and len(split_parts(text[spans[-1][1] : spans[-1][2]])) < num_parts:
         first = min(first, max(0, len(spans) - num_parts))
     contents = (text[start:end].strip() for _, start, end in spans[first:])
-    return ", ".join(filter(None, dict.fromkeys(contents)))
+    return ", ".join(filter(None, dict.fromkeys(contents)))  # a value boxed twice is stated once
 
 
 def split_parts(answer: str) -> list[str]:
@@ -205,8 +206,10 @@ def _answer_line(text: str) -> _Found:
         colon = _COLON.match(text, word.end())
         if colon is None or not _leads(text, word.start()):
             continue
+        # The line break stays: by it `_line_or_block` knows a next line, where bullets are no signs.
         begin = colon.end() - (text[colon.end() - 1] == "\n")
         answer = _line_or_block(text[begin : begin + MAX_ANSWER_CHARS])
+        # A heading above another `Answer:` states nothing.
         if answer and not _WORD.match(answer):
             return word.start(), answer
     return None
@@ -228,7 +231,7 @@ def _the_answer_is(text: str) -> _Found:
 
 
 def _last_number(text: str) -> _Found:
-    found = deque(_NUMBER.finditer(text), maxlen=1)
+    found = deque(_NUMBER.finditer(text), maxlen=1)  # only the last one is kept in memory
     return (found[0].start(), found[0][0].replace("\u2212", "-")) if found else None
 
 
@@ -248,6 +251,7 @@ def _reader(answer_format: str) -> Callable[[str], _Found]:
 
 def _leads(text: str, at: int) -> bool:
     begin = max(0, at - _LEAD_CHARS)
+    # The text's start counts as that of a line; a cut inside it does not.
     return _LEAD.search(("x" if begin else "\n") + text[begin:at]) is not None
 
 
@@ -284,4 +288,5 @@ def _box_spans(text: str) -> list[tuple[int, int, int]]:
                 spans.append((start, content, match.start()))
     spans += [(bare.start(), *bare.span(1)) for bare in _BARE_BOX.finditer(text)]
     spans.sort()
+    # Sorted by start, a box that holds another one is followed by it.
     return [span for span, following in pairwise([*spans, (len(text) + 1, 0, 0)]) if following[0] > span[2]]

@@ -155,6 +155,7 @@ def same_value(value: object, expected: object) -> bool:
     if isinstance(value, bool) or isinstance(expected, bool):
         return value is expected
     if isinstance(value, int | float) and isinstance(expected, int | float):
+        # As floats, 2**53 + 1 would be 2**53, and 10**400 an error.
         exact = isinstance(value, int) and isinstance(expected, int)
         return value == expected if exact else _close(float(value), float(expected))
     if isinstance(value, list) and isinstance(expected, list):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from roll_async.rewards.language import known_language, language_of
 
-_WORD = re.compile(r"\w+(?:['\u2019]\w+)*")
+_WORD = re.compile(r"\w+(?:['\u2019]\w+)*")  # don't is one word
 _SENTENCE_END = re.compile(r"[.!?]+[\"'\u2019\u201d)\]]{0,3}(?=\s|$)")
 _UNORDERED = re.compile(r"^[ \t]{0,20}[*-][ \t]{1,20}\S", re.MULTILINE)
 _HIGHLIGHT = re.compile(r"\*\*([^\n*]+)\*\*|\*([^\n*]+)\*")
@@ -45,6 +45,7 @@ def compare(count: int, relation: str, wanted: int) -> bool:
 
 
 def _count_word(text: str, word: str) -> int:
+    # Not \b, which does not hold behind a word that ends in a sign, such as C++.
     return len(re.findall(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE))
 
 
@@ -75,6 +76,7 @@ def number_words(text: str, *, num_words: int, relation: str = "at least") -> bo
 def number_paragraphs(text: str, *, num_paragraphs: int) -> bool:
     """Paragraphs are separated by `***`; an empty one in the middle breaks the constraint."""
     parts = [part.strip() for part in _RULER.split(text)]
+    # A ruler at the start or at the end leaves an empty piece, which is no paragraph.
     inner = parts[1:-1]
     return all(inner) and sum(map(bool, parts)) == num_paragraphs
 
@@ -142,7 +144,7 @@ def end_checker(text: str, *, end_phrase: str) -> bool:
 
 def quotation(text: str) -> bool:
     text = text.strip()
-    return len(text) > 1 and text[0] == text[-1] == '"'
+    return len(text) > 1 and text[0] == text[-1] == '"'  # one mark alone encloses nothing
 
 
 def capital_word_frequency(text: str, *, capital_frequency: int, capital_relation: str = "at least") -> bool:
@@ -163,7 +165,7 @@ def response_language(text: str, *, language: str) -> bool:
 
 
 def no_comma(text: str) -> bool:
-    return "," not in text and "\uff0c" not in text
+    return "," not in text and "\uff0c" not in text  # the second is that of Chinese and Japanese
 
 
 CONSTRAINTS: dict[str, Callable[..., bool]] = {

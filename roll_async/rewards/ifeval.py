@@ -38,6 +38,7 @@ class InstructionFollowing:
     def __call__(self, text: str, ground_truth: str, extra: Mapping[str, str]) -> Verdict:
         constraints = parse_constraints(ground_truth, extra)
         answer = after_thinking(text).strip()
+        # An empty response would keep every constraint that forbids something.
         kept = [bool(answer) and self.readings[c.kind](answer, **c.arguments) for c in constraints]
         broken = [c.kind for c, ok in zip(constraints, kept, strict=True) if not ok]
         return Verdict(

@@ -83,6 +83,7 @@ def postscript(text: str, *, postscript_marker: str) -> bool:
 
 def number_bullet_lists(text: str, *, num_bullets: int) -> bool:
     lines = [line.lstrip() for line in text.splitlines()]
+    # Two stars begin bold text, and no bullet.
     stars = sum(line.startswith("*") and len(line) > 1 and line[1] != "*" for line in lines)
     return stars + sum(line.startswith("-") for line in lines) == num_bullets
 

@@ -55,8 +55,8 @@ _KEYBOARD = (
 """Roots, fractions, powers and pi as people type them."""
 _TEXT = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s?\{([^{}]*)\}")
 _INNER_SPACE = re.compile(r"\s+(?!\d)|(?<!\d)\s+")
-_MAX_EXACT_DIGITS = 14
-_SURELY_DIFFERENT = Decimal("2e-6")
+_MAX_EXACT_DIGITS = 14  # below the 15 to which math-verify rounds
+_SURELY_DIFFERENT = Decimal("2e-6")  # more than rounding to six decimals can hide
 _NUMBER_AND_UNIT = re.compile(
     r"([-+]?\d+(?:\.\d+)?)\s{0,3}((?:[A-Za-z]{2,20}|[A-Za-z](?=/))(?:[ /.-]{1,2}[A-Za-z]{1,20}){0,4}(?:\^[23])?)\.?"
 )
@@ -149,6 +149,7 @@ def _last_formulas(text: str) -> str | None:
 def same_value(stated: str, reference: str) -> bool:
     """math-verify's verdict on two answers as people write them."""
     stated, reference = plain(stated), plain(reference)
+    # Beside a plain number alone: in another reference letters are a part of the value.
     if _NUMBER.fullmatch(reference):
         stated = _without_unit(stated)
     if stated == reference or _letters(stated) == _letters(reference):
@@ -164,6 +165,7 @@ def same_expression(stated: str, reference: str) -> bool:
     extraction = [LatexExtractionConfig(), ExprExtractionConfig()]
     gold = _parsed_reference(reference)
     answer = parse(f"${stated}$", extraction, parsing_timeout=0)
+    # A list is several forms of one answer to math-verify, a tuple is one of its own.
     return bool(gold and answer and verify(list(gold), answer, timeout_seconds=None))
 
 
@@ -174,7 +176,7 @@ def _parsed_reference(reference: str) -> tuple[Basic | MatrixBase | str, ...]:
     from sympy import Integer
 
     if _INTEGER.fullmatch(reference):
-        return Integer(int(reference)), reference
+        return Integer(int(reference)), reference  # as parse() gives it: expression and text
     return tuple(parse(f"${reference}$", [LatexExtractionConfig(), ExprExtractionConfig()], parsing_timeout=0))
 
 
@@ -186,6 +188,7 @@ def same_number(stated: str, reference: str) -> bool | None:
         return None
     if max(len(stated), len(reference)) > _MAX_EXACT_DIGITS:
         return None
+    # Of the numbers as written, not of the floats nearest to them.
     difference = abs(Decimal(stated) - Decimal(reference))
     return not difference if not difference or difference > _SURELY_DIFFERENT else None
 
@@ -203,7 +206,7 @@ def plain(answer: str) -> str:
     if _NUMBER.fullmatch(text):
         return text
     if _SCIENTIFIC.fullmatch(text):
-        return f"{Decimal(text):f}"
+        return f"{Decimal(text):f}"  # in LaTeX the e of 1e5 is Euler's number
     for pattern, latex in _KEYBOARD:
         text = pattern.sub(latex, text)
     text = _MIXED.sub(r"\1\2\\frac{\3}{\4}", text) if _MIXED.fullmatch(text) else text

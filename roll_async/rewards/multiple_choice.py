@@ -61,6 +61,7 @@ def _stated(text: str, choices: Mapping[str, str], form: str) -> frozenset[str]:
         return frozenset()
     visible = after_thinking(text)
     phrases = _PHRASE.findall(visible)
+    # The pattern ignores case for its words; the letter of a choice is a capital.
     if phrases and phrases[-1].isupper():
         return frozenset(phrases[-1])
     if form != "auto":
@@ -77,6 +78,7 @@ def _stated(text: str, choices: Mapping[str, str], form: str) -> frozenset[str]:
 def _letters(answer: str, choices: Mapping[str, str]) -> frozenset[str]:
     r"""{"B"} of "B", "(B)", "\text{B}", "B. Paris" or the text of choice B; {"A", "C"} of "A, C", "A and C" or "AC"."""
     plain = _COMMAND.sub("", answer).strip()
+    # Before the letters: the text of a choice may be one letter itself.
     by_text = [letter for letter, text in choices.items() if _same_text(text, plain)]
     if by_text:
         return frozenset(by_text)

@@ -68,11 +68,13 @@ def squad_words(text: str) -> list[str]:
     """SQuAD's `normalize_answer`, cut at white space: lower case, ASCII punctuation deleted, articles deleted.
     "The Eiffel-Tower!" gives eiffeltower.
     """
+    # In SQuAD's order: punctuation first, so that "the-" is an article.
     return _SQUAD_ARTICLE.sub(" ", text.lower().translate(_SQUAD_PUNCTUATION)).split()
 
 
 def words(text: str) -> list[str]:
     """Lower-case words without punctuation and articles: "The Eiffel-Tower!" gives eiffel, tower."""
+    # NFKC: full-width letters and ligatures are the plain ones; don't stays one word.
     folded = unicodedata.normalize("NFKC", text).casefold().replace("'", "")
     return [word for word in _WORD.findall(folded) if word not in _ARTICLES]
 
@@ -82,7 +84,7 @@ def overlap_f1(answer: list[str], reference: list[str]) -> float:
     if not answer or not reference:
         return float(answer == reference)
     common = (Counter(answer) & Counter(reference)).total()
-    return 2 * common / (len(answer) + len(reference))
+    return 2 * common / (len(answer) + len(reference))  # 2PR / (P + R), P and R over the same `common`
 
 
 def _references(ground_truth: str) -> list[str]:

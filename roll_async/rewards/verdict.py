@@ -60,7 +60,7 @@ def verdict_of(result: object) -> Verdict:
     """
     if isinstance(result, Verdict):
         verdict = result
-    elif isinstance(result, Real):
+    elif isinstance(result, Real):  # numpy's scalars are Real, too
         verdict = Verdict(score=float(result), acc=float(float(result) > 0))
     elif isinstance(result, Mapping):
         verdict = _of_mapping(result)

@@ -76,12 +76,13 @@ def read(body: Json) -> TurnRequest:
     if not messages:
         raise BadRequest("messages: empty")
     choice = body.get("tool_choice")
+    # An object in this API, a text in OpenAI's.
     kind = choice.get("type") if isinstance(choice, dict) else choice
     return TurnRequest(
         messages=tuple(messages),
         tools=tuple(map(_tool, items(body, "tools"))) if offers_tools(kind) else (),
         max_tokens=whole(body, "max_tokens", 1),
-        temperature=number(body, "temperature", 1.0),
+        temperature=number(body, "temperature", 1.0),  # this API's range; OpenAI's ends at 2
         top_p=number(body, "top_p", 1.0),
         top_k=whole(body, "top_k", 0),
         stop=stops(body, "stop_sequences"),
@@ -89,6 +90,7 @@ def read(body: Json) -> TurnRequest:
 
 
 def _tool(tool: Json) -> Json:
+    # Other types are the provider's own tools, which nobody runs here.
     if tool.get("type", "custom") not in (None, "custom"):
         raise BadRequest(f"tools: {str(tool['type'])[:20]} is not supported, only functions")
     checked_tool(tool, "input_schema")
@@ -126,6 +128,7 @@ def _messages(item: Json) -> list[Message]:
                 continue
             case other:
                 raise BadRequest(f"content: {str(other)[:20]} is not supported, only text and tools")
+    # Results alone are no turn of the user: no empty message follows them.
     if said or calls or not found:
         found.append(Message(role=role, content="".join(said), tool_calls=tuple(calls)))
     return found
@@ -133,6 +136,7 @@ def _messages(item: Json) -> list[Message]:
 
 def _blocks(reply: TurnReply) -> list[dict[str, object]]:
     blocks: list[dict[str, object]] = []
+    # A reply has at least one block.
     if reply.content or not reply.tool_calls:
         blocks.append({"type": "text", "text": reply.content})
     for call in reply.tool_calls:
@@ -140,6 +144,7 @@ def _blocks(reply: TurnReply) -> list[dict[str, object]]:
     return blocks
 
 
+# `created` is for the other dialects: this API says no time.
 def write(reply: TurnReply, model: str, created: int) -> Json:
     """The body of a reply."""
     return {
@@ -161,6 +166,7 @@ def stream(reply: TurnReply, model: str, created: int, include_usage: bool) -> I
         return f"event: {name}\ndata: {json.dumps({'type': name, **fields})}\n\n"
 
     whole: Mapping[str, object] = write(reply, model, created)
+    # The API counts the output in `message_delta`, at the end.
     usage = {"input_tokens": reply.prompt_tokens, "output_tokens": 0}
     yield event("message_start", message={**whole, "content": [], "stop_reason": None, "usage": usage})
     for index, block in enumerate(_blocks(reply)):

@@ -59,7 +59,7 @@ def read(dialect: str, raw: bytes) -> Asked:
     _bound(turn)
     return Asked(
         turn=turn,
-        digest=hashlib.blake2b(raw, digest_size=16).hexdigest(),
+        digest=hashlib.blake2b(raw, digest_size=16).hexdigest(),  # the same id with another body is another request
         stream=bool(stream),
         include_usage=bool((options or {}).get("include_usage")),
         ignored=tuple(ignored),
@@ -79,6 +79,7 @@ def _bound(turn: TurnRequest) -> None:
         if not 0 < len(stop) <= MAX_STOP_CHARACTERS:
             raise BadRequest(f"stop: a text of {len(stop)} characters; give 1 to {MAX_STOP_CHARACTERS}")
     _check_sampling(turn)
+    # Each was within the bounds when it was parsed; together they may not be.
     measure([call.arguments for message in turn.messages for call in message.tool_calls])
 
 

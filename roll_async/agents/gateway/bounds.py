@@ -24,7 +24,9 @@ MAX_STOP_CHARACTERS = 256
 def parsed(text: str) -> object:
     """A value of JSON within the bounds. Raises BadRequest."""
     try:
+        # Python's reader takes NaN and Infinity, which are no JSON.
         value = json.loads(text, parse_constant=_no_json)
+    # RecursionError: the reader meets deep nesting before `measure` does.
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"not JSON: {error}") from error
     measure(value)
@@ -39,6 +41,7 @@ def measure(value: object) -> None:
     """Raises BadRequest for a value too deep, with too many parts, with a number that is not finite, or with half of a
     character.
     """
+    # Level by level: a recursion would reach Python's own limit first.
     level, size = [value], 0
     for _ in range(MAX_DEPTH):
         size += len(level)
@@ -53,9 +56,11 @@ def measure(value: object) -> None:
 def _parts(value: object) -> Iterator[object]:
     match value:
         case str():
+            # isascii() looks at a flag; to encode every long text takes time.
             if not value.isascii():
                 _check_text(value)
         case float():
+            # 1e999 is JSON, and Python reads it as infinity.
             if not math.isfinite(value):
                 raise BadRequest("a number is beyond the range of floating point")
         case dict():
@@ -67,6 +72,7 @@ def _parts(value: object) -> Iterator[object]:
 
 def _check_text(text: str) -> None:
     try:
+        # JSON can escape one half of a pair, which no tokenizer takes.
         text.encode()
     except UnicodeEncodeError as error:
         raise BadRequest(f"a text has half of a surrogate pair at character {error.start}") from error

@@ -65,7 +65,7 @@ def read(body: Json) -> TurnRequest:
     messages = tuple(message(item) for item in items(body, "messages"))
     if not messages:
         raise BadRequest("messages: empty")
-    text(body, "model")
+    text(body, "model")  # any name is taken, if it is a text
     most, old = whole(body, "max_completion_tokens", 1), whole(body, "max_tokens", 1)
     return TurnRequest(
         messages=messages,
@@ -73,7 +73,7 @@ def read(body: Json) -> TurnRequest:
         max_tokens=old if most is None else most,
         temperature=number(body, "temperature", 2.0),
         top_p=number(body, "top_p", 1.0),
-        top_k=whole(body, "top_k", -1),
+        top_k=whole(body, "top_k", -1),  # vLLM's -1 is no limit
         stop=stops(body, "stop"),
     )
 
@@ -81,6 +81,7 @@ def read(body: Json) -> TurnRequest:
 def message(item: Json) -> Message:
     """A message of a history, or of a reply. Raises BadRequest for a role or a content that is none."""
     role = text(item, "role")
+    # The API's newer name of the one, its older name of the other.
     role = {"developer": "system", "function": "tool"}.get(role, role)
     if role not in ("system", "user", "assistant", "tool"):
         raise BadRequest(f"messages: role {role[:20]!r} is not one of system | user | assistant | tool")
@@ -152,6 +153,7 @@ def text_of(content: object) -> str:
     for part in content if isinstance(content, list) else [content]:
         if isinstance(part, str):
             parts.append(part)
+        # A turn of the API's own models may be a refusal, under its own key.
         elif isinstance(part, dict) and isinstance(part.get("text", part.get("refusal")), str):
             parts.append(str(part.get("text", part.get("refusal"))))
         else:
@@ -184,6 +186,7 @@ def number(body: Json, name: str, most: float) -> float | None:
     value = body.get(name)
     if value is None:
         return None
+    # In Python true is a number.
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
         raise BadRequest(f"{name}: expected a number from 0 to {most:g}, got {str(value)[:20]}")
     return float(value)
@@ -194,6 +197,7 @@ def whole(body: Json, name: str, least: int) -> int | None:
     value = body.get(name)
     if value is None:
         return None
+    # In Python true is a whole number.
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise BadRequest(f"{name}: expected a whole number from {least}, got {str(value)[:20]}")
     return value
@@ -222,10 +226,11 @@ def _said(said: TurnReply | Message) -> dict[str, object]:
     if not said.tool_calls:
         return {"content": said.content}
     calls = [
+        # The API has arguments as JSON inside a text.
         {"id": c.call_id, "type": "function", "function": {"name": c.name, "arguments": json.dumps(dict(c.arguments))}}
         for c in said.tool_calls
     ]
-    return {"content": said.content or None, "tool_calls": calls}
+    return {"content": said.content or None, "tool_calls": calls}  # null, as the API has it beside calls
 
 
 def written(message: Message) -> Json:
@@ -253,7 +258,7 @@ def stream(reply: TurnReply, model: str, created: int, include_usage: bool) -> I
 
     said = _said(reply)
     calls = said.pop("tool_calls", None)
-    yield chunk({"role": "assistant", "content": ""})
+    yield chunk({"role": "assistant", "content": ""})  # the API's first chunk has the role and no text
     if said["content"]:
         yield chunk({"content": said["content"]})
     for index, call in enumerate(calls if isinstance(calls, list) else ()):

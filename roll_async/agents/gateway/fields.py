@@ -77,6 +77,7 @@ def check(body: Json, fields: Mapping[str, Field]) -> tuple[list[str], list[str]
 
 
 def _is_neutral(value: object, field: Field) -> bool:
+    # 0 == False and 1 == True in Python, and not in JSON.
     return any(value == neutral and isinstance(value, bool) is isinstance(neutral, bool) for neutral in field.neutral)
 
 
@@ -105,7 +106,7 @@ def table(fields: Mapping[str, Field]) -> str:
 
 def page() -> str:
     """The page of the docs."""
-    from roll_async.agents.gateway import anthropic, chat, responses
+    from roll_async.agents.gateway import anthropic, chat, responses  # here, since they import this module
 
     parts = [
         "# Fields of requests to the endpoint",

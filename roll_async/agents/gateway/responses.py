@@ -84,7 +84,7 @@ def read(body: Json) -> TurnRequest:
         tools=tuple(map(_tool, items(body, "tools"))) if offers_tools(body.get("tool_choice")) else (),
         max_tokens=whole(body, "max_output_tokens", 1),
         temperature=number(body, "temperature", 2.0),
-        top_p=number(body, "top_p", 1.0),
+        top_p=number(body, "top_p", 1.0),  # this API has neither top_k nor stop strings
     )
 
 
@@ -163,6 +163,7 @@ def write(reply: TurnReply, model: str, created: int) -> Json:
         "error": None,
         "model": model,
         "output": _output(reply),
+        # The client's types require these three.
         "parallel_tool_calls": True,
         "tool_choice": "auto",
         "tools": [],

@@ -33,9 +33,9 @@ logger = logging.getLogger(__name__)
 
 _INLINE_BYTES, _INLINE_VALUES = 64 << 10, 2000
 """A body of so many bytes and values takes a few milliseconds; to hand it to another process takes as long."""
-_REMEMBERED_SECRETS = 4096
-_KEEP_ALIVE_S = 5.0
-_RETRY_COUNTS = ("x-stainless-retry-count",)
+_REMEMBERED_SECRETS = 4096  # a late request is told that its trajectory has ended
+_KEEP_ALIVE_S = 5.0  # between comments in a stream that has no token yet
+_RETRY_COUNTS = ("x-stainless-retry-count",)  # of the openai and anthropic clients
 _ANSWERED = (BadRequest, TrajectoryEnded, web.HTTPRequestEntityTooLarge, RuntimeError, OSError)
 """Errors of a client, of a limit, and of the engines."""
 _IDS = ("idempotency-key", "x-request-id", "x-client-request-id")
@@ -80,15 +80,17 @@ class PolicyGateway:
         app.router.add_post("/v1/responses", self._handler("responses"))
         app.router.add_post("/v1/messages", self._handler("anthropic"))
         app.router.add_post("/v1/messages/count_tokens", self._count_tokens)
+        # aiohttp's own 60 s for open connections would hold the end of the run.
         self._runner = runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         await web.TCPSite(runner, self._host, self._port).start()
+        # With port 0 the system chose one; kept, so that `start` listens there again.
         self._port = runner.addresses[0][1]
 
     @property
     def base_url(self) -> str:
         """The address with the port on which the server listens."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
+        host = f"[{self._host}]" if ":" in self._host else self._host  # IPv6
         return f"http://{host}:{self._port}/v1"
 
     def open(self, session: TurnHandler) -> Endpoint:
@@ -113,7 +115,7 @@ class PolicyGateway:
         if self._runner is not None:
             runner, self._runner = self._runner, None
             await runner.cleanup()
-        await asyncio.to_thread(self._reader.close)
+        await asyncio.to_thread(self._reader.close)  # it waits for a process to end
 
     def _session(self, request: web.Request) -> TurnHandler | None:
         secret = _secret(request)
@@ -137,6 +139,7 @@ class PolicyGateway:
                 return self._stranger(request)
             try:
                 asked = await self._asked(dialect, request, session)
+                # A task, so that a stream can wait for it in pieces.
                 turn = asyncio.ensure_future(session.turn(asked.turn, *_key(request, asked.digest)))
                 if asked.stream:
                     return await self._streamed(request, DIALECTS[dialect], turn, asked.include_usage)
@@ -163,6 +166,7 @@ class PolicyGateway:
         if _is_short(raw):
             asked = read(dialect, raw)
         else:
+            # One at a time in the loop: calls that wait for the one process would each hold a thread.
             async with self._reading:
                 asked = await asyncio.to_thread(self._reader.call, read, dialect, raw)
         for name in (*asked.ignored, *(() if session.takes_sampling else asked.sampling)):
@@ -178,8 +182,9 @@ class PolicyGateway:
         turn raises before anything is sent.
         """
         await asyncio.wait({turn}, timeout=_KEEP_ALIVE_S)
+        # After `prepare` the status is sent, and an error could only be an event.
         if turn.done():
-            turn.result()
+            turn.result()  # for what it raises
         response = web.StreamResponse(headers={"content-type": "text/event-stream", "cache-control": "no-cache"})
         await response.prepare(request)
         try:
@@ -193,6 +198,7 @@ class PolicyGateway:
         return response
 
     def _events(self, dialect: ModuleType, turn: asyncio.Future[TurnReply], include_usage: bool) -> Iterator[str]:
+        # The status 200 is sent already: an error can only be an event.
         error = turn.exception()
         if error is None:
             yield from dialect.stream(turn.result(), self._model, int(time.time()), include_usage)
@@ -224,11 +230,13 @@ def _error(message: str, code: str) -> dict:
 
 
 def _is_short(raw: bytes) -> bool:
+    # These marks are about as many as the values, and counting bytes is quick.
     return len(raw) <= _INLINE_BYTES and sum(map(raw.count, (b"{", b"[", b","))) <= _INLINE_VALUES
 
 
 def _secret(request: web.Request) -> str:
     given = request.headers.get("authorization", "")
+    # The Anthropic client sends x-api-key.
     return given[7:].strip() if given[:7].lower() == "bearer " else request.headers.get("x-api-key", "")
 
 

@@ -42,6 +42,7 @@ class Beside:
             begins = self._process is None
             if self._process is None:
                 self._process = self._begun()
+                # Also at exit, without `close`. `_ended` is no method: that would keep this object.
                 self._end = weakref.finalize(self, _ended, self._process)
             try:
                 if begins and self._first:
@@ -66,11 +67,13 @@ class Beside:
             self._end()
 
     def _begun(self) -> subprocess.Popen[bytes]:
+        # Folders added while this process ran are not in its PYTHONPATH.
         path = os.pathsep.join(p for p in sys.path if p)
         return subprocess.Popen(
             [sys.executable, "-m", "roll_async.agents.processes.beside"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            # No devices: every process that sees one would hold memory there.
             env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
             start_new_session=True,  # Ctrl-C must reach only the driver, which ends its processes itself
         )
@@ -110,6 +113,7 @@ def _frame(stream: IO[bytes]) -> bytes:
 
 def main() -> None:
     """Serve until the input ends."""
+    # What a function prints must not come between the answers: it goes to stderr.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     while True:
@@ -119,6 +123,7 @@ def main() -> None:
             return
         try:
             result = function(*args)
+        # Any other error ends this process, which the caller is told as a RuntimeError.
         except ValueError as error:
             result = error
         said = pickle.dumps(result)

@@ -54,7 +54,7 @@ class ExternalOptions:
     def __post_init__(self) -> None:
         if self.file is not None and not Path(self.file).is_file():
             raise ValueError(f"file {self.file} does not exist")
-        self.row(0)
+        self.row(0)  # a file that cannot be read is refused before the run
 
     def row(self, seed: int) -> Mapping[str, object] | None:
         """Raises ValueError for a file that has none."""
@@ -100,7 +100,7 @@ class CommandAgent:
         try:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", "-S", SUPERVISOR, *self._options.command),
-                stdin=asyncio.subprocess.PIPE,
+                stdin=asyncio.subprocess.PIPE,  # its end tells the supervisor to end the command
                 stdout=asyncio.subprocess.PIPE,
                 cwd=self._options.folder,
                 env=env,
@@ -133,7 +133,7 @@ class CommandAgent:
             "OPENAI_BASE_URL": endpoint.base_url,
             "OPENAI_API_KEY": endpoint.api_key,
             "OPENAI_MODEL": endpoint.model,
-            "ANTHROPIC_BASE_URL": endpoint.base_url.removesuffix("/v1"),
+            "ANTHROPIC_BASE_URL": endpoint.base_url.removesuffix("/v1"),  # its client adds /v1
             "ANTHROPIC_API_KEY": endpoint.api_key,
             "ROLL_ASYNC_TASK": told,
         }
@@ -194,7 +194,7 @@ def _told(task: Task, options: ExternalOptions) -> dict[str, object]:
     return {**asdict(task), "row": options.row(task.seed)}
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=8)  # every trajectory asks for its row
 def _rows(file: str) -> list[Mapping[str, object]]:
     rows = []
     for number, line in enumerate(Path(file).read_text(encoding="utf-8").splitlines(), 1):

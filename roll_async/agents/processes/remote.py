@@ -84,11 +84,13 @@ class RemoteModel:
         """(what was sent, the answer) of one turn. Raises BadRequest for what the remote refuses for good, RuntimeError
         for what may be tried again.
         """
+        # Each round has one field less, or another name for one: there are three at most.
         while True:
             body = self._body(request)
             status, text = await self._post(body)
             if status == 200:
                 return body, _parsed(text)
+            # Refusals of a field: 400 of OpenAI, 422 of servers that check bodies by a schema.
             if status not in (400, 422) or not self._does_without(body, text):
                 raise self._refusal(status, text)
 
@@ -111,6 +113,7 @@ class RemoteModel:
     def _does_without(self, body: Json, reason: str) -> bool:
         """Whether the refusal names a field of this body that later ones leave out, or name otherwise."""
         for name in _WISHES:
+            # Known already, for a request that was under way when another one learned it.
             if name in body and name in reason:
                 if name not in self._refused:
                     logger.info("the remote takes no %s: records are without it", name)
@@ -130,6 +133,7 @@ class RemoteModel:
             async with self._http.post(url, json=body, headers=headers, allow_redirects=False) as reply:
                 return reply.status, await reply.text()
         except (aiohttp.ClientError, TimeoutError, UnicodeDecodeError) as error:
+            # Not chained: the text of the cause may hold the key.
             raise RuntimeError(self._without_key(f"the remote: {type(error).__name__}: {error}")) from None
 
     def _refusal(self, status: int, text: str) -> Exception:

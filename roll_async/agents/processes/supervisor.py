@@ -33,6 +33,7 @@ class Output:
     def __init__(self) -> None:
         self.end, self.theirs = os.pipe()
         self._kept, self._cut = b"", False
+        # A process out of reach may keep the other end open: nothing here may wait for it.
         os.set_blocking(self.end, False)
 
     def read(self) -> bool:
@@ -62,6 +63,7 @@ def main() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     wake, wakes = os.pipe()
     os.set_blocking(wakes, False)
+    # After a signal Python goes on with select (PEP 475): a byte in this pipe wakes it.
     signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
     for name in ("SIGCHLD", "SIGINT", "SIGTERM", "SIGHUP"):  # handled, not ignored: the command would inherit that
         signal.signal(getattr(signal, name), lambda *_: None)
@@ -72,10 +74,12 @@ def main() -> None:
         )
     except (OSError, ValueError) as error:
         _answer(_NOT_STARTED, "", f"it does not start: {error}")
+    # Held open here, the outputs would never end.
     os.close(out.theirs)
     os.close(err.theirs)
     ended = _watch(command.pid, wake, {out.end: out, err.end: err})
     _end_all(command.pid, ended)
+    # Nobody writes any more: what is left in the pipes.
     for output in (out, err):
         while output.read():
             pass
@@ -94,6 +98,7 @@ def _watch(command: int, wake: int, outputs: dict[int, Output]) -> dict[int, int
     ended: dict[int, int] = {}
     while command not in ended:
         ready = select.select([0, wake, *outputs], [], [])[0]
+        # Nothing is written to the input: it can be read when it has ended.
         if 0 in ready:
             break
         for end in ready:
@@ -109,6 +114,7 @@ def _reap(ended: dict[int, int]) -> bool:
     """Note the status of every child that has ended. False when there is no child any more."""
     try:
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            # A process id can be given out again; the first status is the command's.
             ended.setdefault(*found)
     except ChildProcessError:
         return False

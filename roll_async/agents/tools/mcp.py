@@ -58,6 +58,7 @@ class McpTools:
         """Raises RuntimeError for what the server calls an error."""
         result = await self._session.call_tool(name, dict(arguments))
         text = "\n".join(part.text for part in result.content if part.type == "text")
+        # Versions of the SDK name it one way or the other.
         if getattr(result, "is_error", getattr(result, "isError", False)):
             raise RuntimeError(text or "the tool failed")
         return text
@@ -69,6 +70,7 @@ class McpTools:
 
 def function_of(tool: Any) -> Mapping[str, object]:
     """The schema of a tool that a server lists, as of the chat completions API."""
+    # Versions of the SDK name it one way or the other.
     parameters = getattr(tool, "input_schema", None) or getattr(tool, "inputSchema", None)
     function = {"name": tool.name, "description": tool.description or "", "parameters": parameters}
     return {"type": "function", "function": function}

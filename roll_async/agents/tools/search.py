@@ -13,7 +13,7 @@ from pathlib import Path
 from roll_async.agents.tools.toolbox import function
 
 _WORD = re.compile(r"\w+")
-_K1, _B = 1.2, 0.75
+_K1, _B = 1.2, 0.75  # the defaults of Lucene's BM25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +59,11 @@ class Search:
         scores: Counter[int] = Counter()
         for word in set(_words(query)):
             found = self._postings.get(word, [])
+            # Lucene's form: with the 1, a word of more than half of the passages has no negative weight.
             weight = math.log(1 + (len(self._texts) - len(found) + 0.5) / (len(found) + 0.5))
             for number, score in found:
                 scores[number] += weight * score  # type: ignore[assignment]
+        # Ties in the order of the file: the same query has the same result.
         best = sorted(scores, key=lambda n: (-scores[n], n))[: self._options.num_results]
         lines = [f"[{i + 1}] {self._texts[n][: self._options.max_characters]}" for i, n in enumerate(best)]
         return "\n".join(lines) or "nothing found"

@@ -110,6 +110,7 @@ def _devices(worker: WorkerConfig, per_node: int) -> str:
     if worker.device_mapping is None:
         return "on CPU"
     ids, nodes = sorted(worker.device_mapping), sorted({d // per_node for d in worker.device_mapping})
+    # Number minus place is the same for neighbours without a gap.
     runs = [[d for _, d in run] for _, run in groupby(enumerate(ids), key=lambda pair: pair[1] - pair[0])]
     text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
     return f"on devices {text} (node {', '.join(map(str, nodes))})"

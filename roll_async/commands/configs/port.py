@@ -62,7 +62,8 @@ def ported(path: Path, pipeline: str | None = None) -> tuple[Port, list[Diagnost
     found = port(path, pipeline)
     errors: list[Diagnostic] = []
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / path.name
+        file = Path(folder) / path.name  # under its own name, from which exp_name comes
+        # The check ends with the phase that finds errors: once they are out, the next phase is seen.
         for _ in range(_ROUNDS):
             file.write_text(text_of(found, ""), encoding="utf-8")
             try:

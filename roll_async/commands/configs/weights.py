@@ -92,7 +92,7 @@ def _push(
         trainer_ranks=trainer_ranks,
         pipeline=pipeline,
         replicas=replicas,
-        bucket_bytes=(bucket_mib << 20) * trainer_ranks,
+        bucket_bytes=(bucket_mib << 20) * trainer_ranks,  # the config's size is of one rank
     )
 
 
@@ -106,7 +106,7 @@ def plan_of(config: PipelineConfig, links: Links) -> list[str]:
         )
     strategy, tensor = actor.strategy_args.strategy_config, config.actor_infer.engine.tensor_parallel_size
     pipeline = strategy.pipeline_model_parallel_size if isinstance(strategy, MegatronTrainConfig) else 1
-    tensors = model_tensors(model, 4 if actor.model_args.dtype == "fp32" else 2)
+    tensors = model_tensors(model, 4 if actor.model_args.dtype == "fp32" else 2)  # bytes of a value
     push = _push(
         tensors,
         EngineLayout(tensor=tensor, num_kv_heads=model.integer("num_key_value_heads", default=1)),

@@ -70,7 +70,7 @@ def _default(owner: object, name: str, value: object) -> None:
 
 
 def _fill(config: PipelineConfig, stem: str, *, weight_level_written: bool) -> None:
-    _default(config, "exp_name", stem)
+    _default(config, "exp_name", stem)  # first: the paths below hold it
     _default(config, "reward_pretrain", config.pretrain)
     root = f"{config.output_dir.rstrip('/') or '/'}/{config.exp_name}"
     _default(config.ledger, "path", f"{root}/ledger.sqlite")
@@ -84,8 +84,9 @@ def _fill(config: PipelineConfig, stem: str, *, weight_level_written: bool) -> N
         _fill_worker(worker, config.reward_pretrain if role == "critic" else config.pretrain)
     _fill_generation(config)
     if isinstance(config, AgenticConfig):
-        _fill_agentic(config)
+        _fill_agentic(config)  # worlds take max_new_tokens, which is filled by now
     _fill_async(config)
+    # A level that was written stays, for C146 and C150 to judge.
     if not weight_level_written:
         _fill_weight_level(config.algorithm)
 
@@ -154,6 +155,7 @@ def _even(manager: EnvManagerConfig) -> tuple[int, ...]:
 
 
 def _fill_async(config: PipelineConfig) -> None:
+    # Before max_versions, which counts the groups that are over-sampled.
     _default(config.algorithm.filter_groups, "gen_batch_size", config.groups_per_batch)
     _default(config.async_training.staleness, "max_versions", config.default_max_versions)
     _default(config.async_training, "max_queue_size", config.queue_bound_groups)

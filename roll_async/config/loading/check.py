@@ -20,7 +20,7 @@ from roll_async.config.yaml.scalars import check_scalar, has_type, remedy
 from roll_async.config.yaml.suggest import closest, foreign_character
 
 KIND_CLASSES: dict[str, type[PipelineConfig]] = {"rlvr": RLVRConfig, "agentic": AgenticConfig}
-_MAX_SUGGESTIONS = 50
+_MAX_SUGGESTIONS = 50  # a search compares the name with all keys
 _REMEDIES = {
     "pretrain": "give a Hugging Face name or a folder",
     "actor_train": "add the section",
@@ -148,6 +148,7 @@ class Checker:
             return _ABSENT
         assert isinstance(node.value, list) and spec.item is not None
         values = [self._value(item, spec.item, f"{path}.{i}", role, node) for i, item in enumerate(node.value)]
+        # As text: an item of a wrong type may have no hash.
         if spec.traits.form == "one or more" and len({str(plain(item)) for item in node.value}) < len(values):
             self._error("C005", path, node, f"{shown(plain(node))} must be each name once")
         return values
@@ -199,6 +200,7 @@ class Checker:
         return value
 
     def _choice(self, path: str, node: Node, value: str, choices: list[str]) -> None:
+        # None for a value too long to be a typing error.
         near = closest(value, choices, cutoff=0.0) or choices[0]
         message = f"{shown(plain(node))} is not one of {' | '.join(choices)}; did you mean '{near}'?"
         self._error("C004", path, node, message + foreign_character(value))

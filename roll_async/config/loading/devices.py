@@ -5,7 +5,7 @@ import re
 from roll_async.config.yaml.node import Plain
 
 MAX_DEVICES = 65_536
-_NUMBER = r"\s*(-?[0-9]{1,18})\s*"
+_NUMBER = r"\s*(-?[0-9]{1,18})\s*"  # len() of a range must fit 64 bits
 _FORMS = (
     re.compile(rf"\s*list\(\s*range\({_NUMBER},{_NUMBER}\)\s*\)\s*"),
     re.compile(rf"\s*range\({_NUMBER},{_NUMBER}\)\s*"),
@@ -24,6 +24,7 @@ def parse_devices(value: Plain) -> tuple[tuple[int, ...] | None, str]:
         return None, ""
     if not ids:
         return None, "empty"
+    # min() would walk over a range, which may have 10**18 numbers.
     lowest, highest = (min(ids), max(ids)) if isinstance(ids, list) else (ids[0], ids[-1])
     if lowest < 0:
         return None, f"negative device {lowest}"
@@ -49,5 +50,5 @@ def _ids(value: Plain) -> list[int] | range | None:
         if match := form.fullmatch(value):
             numbers = [int(g) for g in match.groups()]
             first, last = (0, numbers[0]) if len(numbers) == 1 else numbers
-            return range(first, last + 1 if form is _FORMS[-1] else last)
+            return range(first, last + 1 if form is _FORMS[-1] else last)  # a-b includes b
     return None

@@ -26,6 +26,7 @@ def resolve_config(argv: list[str], pipeline: str | None) -> tuple[Path, list[st
         name = str(Path(options.get("--config-path", "."), options["--config-name"]))
     else:
         raise _usage(f"{who}: no config given; use --config NAME_OR_PATH [KEY=VALUE...]")
+    # An absolute name gives the same places for every folder.
     places = list(dict.fromkeys(_candidates(name)))
     for place in places:
         if place.is_file():

@@ -116,9 +116,11 @@ def port(path: Path, pipeline: str | None = None) -> Port:
     if composed.errors:
         raise ConfigError(tuple(composed.errors))
     root, _ = resolve_references(composed.root, composed.moved, composed.doubts)
+    # Sections that came in by reference still hold the names they were written under.
     late = rename(root, kind, is_sglang=False)
     found.tree = cast(Tree, plain(late.root))
     for old, new in (composed.moved | late.moved).items():
+        # A key that only moved into its section keeps its name.
         if new != (f"algorithm.{old}",):
             found.note("renamed", old, f"is {' and '.join(new)}")
     for convert in _CONVERSIONS:
@@ -130,6 +132,7 @@ def _require_this_pipeline(root: Node) -> None:
     keys = set(root.value) if isinstance(root.value, dict) else set()
     for names, what in _NO_PIPELINE_KEYS:
         if found := names & keys:
+            # min(): a set has no order, and the same file gets the same message.
             raise AnotherPipeline(f"{what} ({min(found)}) is not what this project does")
     texts = {leaf.value for _, leaf in leaves(root, "") if isinstance(leaf.value, str)}
     if any(text.endswith(_IMAGES) or text.startswith(_TOWERS) for text in texts):
@@ -174,6 +177,7 @@ def _without_resolvers(node: Node, file: Node, path: str, found: Port) -> Node:
             child = _without_resolvers(child, file, f"{path}{name}.", found)
         if isinstance(child.value, str) and (match := _RESOLVER.search(child.value)):
             found.note("changed", f"{path}{name}", f"{match[0]} is not read here; left out of the text")
+            # Without the separators that stood around what is left out.
             child = Node(_RESOLVER.sub("", child.value).strip("-_/") or None, child.file, child.line)
         kept[name] = child
     return Node(kept, node.file, node.line)
@@ -189,7 +193,7 @@ def _losses(found: Port) -> None:
     dual = found.pop("dual_clip_loss")
     if variant == "ppo":
         clip = found.get("algorithm", "pg_options", "clip_low")
-        clip = clip if isinstance(clip, int | float) else 0.2
+        clip = clip if isinstance(clip, int | float) else 0.2  # the default of clip_low
         why = "dual_clip_loss is false, or not set, which is ROLL's default"
         found.put("algorithm.pg_options.dual_clip", *((1 + 2 * clip, "1 + 2 * pg_clip") if dual else (None, why)))
     if variant == "cispo" and found.get("algorithm", "pg_options", "cispo_epsilon_low") is None:
@@ -333,7 +337,7 @@ def _rewards(found: Port) -> None:
     rewards = found.get("rewards")
     if found.kind != "rlvr" or not isinstance(rewards, dict):
         return
-    for name, reward in list(rewards.items()):
+    for name, reward in list(rewards.items()):  # a copy: entries are taken out
         if not isinstance(reward, dict):
             continue
         worker = str(reward.pop("worker_cls", "")).rpartition(".")[2]
@@ -371,7 +375,7 @@ def _worlds(found: Port) -> None:
         tags = found.get(name, "tags")
         used |= set(map(str, tags)) if isinstance(tags, list) else set(worlds)
     there = {tag for tag in used & set(worlds) if _is_there(worlds[tag])}
-    for tag, world in list(worlds.items()):
+    for tag, world in list(worlds.items()):  # a copy: entries are taken out
         if tag not in used:
             del worlds[tag]
             found.note("dropped", f"custom_envs.{tag}", "no tags name it")
@@ -433,7 +437,7 @@ def _world(found: Port, tag: str, world: Tree) -> None:
     elif world.pop("history_length", None) is not None:
         found.note("dropped", f"{key}.history_length", "manager traj shows all turns")
     world["env_config"] = settings
-    most = found.get("actor_infer", "generating_args", "max_new_tokens") or 512
+    most = found.get("actor_infer", "generating_args", "max_new_tokens") or 512  # the agentic default
     if isinstance(limit := world.get("max_tokens_per_step"), int) and isinstance(most, int) and limit > most:
         found.put("actor_infer.generating_args.max_new_tokens", limit, f"{key}.max_tokens_per_step is above it")
 
@@ -456,7 +460,7 @@ def _shares(found: Port) -> None:
     total = sum(left.values())
     if total > 0 and (left != shares or abs(total - 1) > 1e-6):
         even = {name: round(share / total, 6) for name, share in left.items()}
-        even[next(iter(even))] += 1 - sum(even.values())
+        even[next(iter(even))] += 1 - sum(even.values())  # what rounding leaves: C128 wants a sum of 1
         found.put(
             "actor_train.data_args.domain_interleave_probs", cast(Tree, even), f"{even}: of sum 1, over the rewards"
         )
@@ -471,6 +475,7 @@ def _mini_batch(found: Port) -> None:
     samples = found.get("rollout_batch_size")
     if found.kind == "rlvr":
         each = found.get("num_return_sequences_in_group")
+        # 8 is the default of num_return_sequences_in_group.
         samples = samples * (each if isinstance(each, int) else 8) if isinstance(samples, int) else None
     rows = found.get("actor_train", "training_args", "per_device_train_batch_size")
     steps = found.get("actor_train", "training_args", "gradient_accumulation_steps")
@@ -483,6 +488,7 @@ def _mini_batch(found: Port) -> None:
         found.put(key, fitting[-1], f"{steps} micro-batches of {least} rows do not divide {samples} samples")
 
 
+# The order counts: `_shares` is over the rewards that are left, `_mini_batch` takes the sizes that `_roles` leaves.
 _CONVERSIONS = (
     _losses, _kl, _agentic_norm, _validation, _rewards, _shares, _worlds, _roles, _lengths, _mini_batch,
 )  # fmt: skip

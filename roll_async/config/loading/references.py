@@ -97,6 +97,7 @@ class _Resolver:
         alone = _NAME.fullmatch(text)
         if alone:
             target, num, height = self._target(alone[1], node, path, depth)
+            # A known value was resolved at another depth; from here it may reach too deep.
             if depth + height > MAX_DEPTH + 1:
                 raise self._stop("C010", path, node, f"too large: depth exceeds {MAX_DEPTH}")
             return target.at(node.file, node.line), num, height
@@ -132,6 +133,7 @@ class _Resolver:
             self._enter(name, node, path)
             try:
                 found = self._walk(name, node, path, depth)
+                # Until it is resolved: so it stays there when `resolve` raises.
                 self._failed.add(name)
                 self._known[name] = self.resolve(found, name, depth)
                 self._failed.discard(name)
@@ -142,6 +144,7 @@ class _Resolver:
     def _canonical(self, name: str) -> str:
         """The canonical name of a key; a reference may use the alias under which the key was written."""
         parts = name.split(".")
+        # The longest written name first: a key below a renamed section may have a name of its own.
         for end in range(len(parts), 0, -1) if self._moved else ():
             written = ".".join(parts[:end])
             if written in self._moved and find(self._root, parts[:end]) is None:
@@ -171,6 +174,7 @@ class _Resolver:
     def _unknown(self, name: str, node: Node, path: str) -> _Stop:
         if self._names is None:
             self._names = [n for n, _ in zip((n for n, _ in written(self._root)), range(1000), strict=False)]
+        # Only for the first errors: a search compares the name with all others.
         near = closest(name, [n for n in self._names if n != path], cutoff=0.0) if len(self.errors) < 20 else None
         hint = f"; did you mean '{near}'?" if near else ""
         return self._stop("C011", path, node, f"${{{name}}} names no key of this config{hint}")
@@ -237,6 +241,6 @@ def scalar_text(value: Scalar) -> str:
         case None:
             return "null"
         case bool():
-            return "true" if value else "false"
+            return "true" if value else "false"  # Python would write True
         case _:
             return str(value)

@@ -51,6 +51,7 @@ def compose(sources: Sources, kind: str) -> Composed:
     renamed: dict[int, Composed] = {}
     result = Composed(Node({}, sources.files[-1].file, sources.files[-1].line))
     for file in sources.files:
+        # A file that is included twice is the same object: its findings are told once.
         if id(file) not in renamed:
             renamed[id(file)] = rename(file, kind, is_sglang)
             _collect(result, renamed[id(file)])
@@ -126,6 +127,7 @@ def _place(result: Composed, written: str, target: Sequence[str], node: Node) ->
     """Put `node` at its canonical place; maps that are already there are joined key by key."""
     for depth in range(1, len(target)):
         above = find(result.root, target[:depth])
+        # KEY=null took the section out; a key below it begins it anew.
         is_cleared = above is not None and above.value is None and above.from_override
         if above is not None and not isinstance(above.value, dict) and not is_cleared:
             return  # the section itself has the wrong type, which the check reports

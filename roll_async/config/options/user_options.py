@@ -83,6 +83,7 @@ def _checked(value: object, hint: object, key: str) -> object:
         return float(value)
     plain = origin or hint
     if isinstance(plain, type) and plain is not object:
+        # In Python True is an int, and must not pass as 1.
         if not isinstance(value, plain) or (isinstance(value, bool) and plain is not bool):
             raise ValueError(f"{key}: expected {plain.__name__}, got {type(value).__name__} {value!r}")
     return value

@@ -29,6 +29,7 @@ def number(value: float) -> str:
 
 def has_lengths(config: PipelineConfig) -> bool:
     """Whether prompt and response lengths are known; without them C102 is reported and nothing else about lengths."""
+    # Lengths are None where neither of them was given.
     return not isinstance(config, RLVRConfig) or (config.response_length or 0) >= 1 <= (config.sequence_length or 0)
 
 
@@ -56,7 +57,7 @@ def lengths(config: PipelineConfig) -> Findings:
                 yield "C103", f"{key}.max_new_tokens", f"{generating.max_new_tokens} exceeds response_length {r}"
     else:
         n, s = config.actor_infer.generating_args.max_new_tokens, sequence_length_of(config)
-        if n >= s:
+        if n >= s:  # the first observation takes tokens, too
             yield "C103", f"{_GENERATING}.max_new_tokens", f"{n} leaves no room in sequence_length {s}"
 
 
@@ -87,6 +88,7 @@ def micro_batches(config: PipelineConfig) -> Findings:
             pieces = (
                 [(tp, f"{role}: tensor parallel {tp} with sequence_parallel")] if parallel.sequence_parallel else []
             )
+            # Megatron gives each context rank two chunks, from both ends: causal attention costs more at the end.
             pieces += [(2 * cp, f"{role}: 2 * context parallel {cp}")] if cp > 1 else []
             for n, why in pieces:
                 if s % n:
@@ -156,6 +158,7 @@ def _megatron_sizes(role: str, worker: WorkerConfig, parallel: MegatronTrainConf
     if n % (tp * pp * cp):
         message = f"{n} ranks are not divisible by tensor {tp} * pipeline {pp} * context {cp} = {tp * pp * cp}"
         yield "C113", key, message
+    # Megatron divides the ranks anew for experts: context parallel has no part in that.
     if n % (etp * ep * pp):
         message = f"{n} ranks are not divisible by expert tensor {etp} * expert {ep} * pipeline {pp} = {etp * ep * pp}"
         yield "C114", key, message
@@ -186,8 +189,8 @@ def batch(config: PipelineConfig) -> Findings:
             return
     b, m, n = config.samples_per_batch, config.mini_batch_size, config.samples_per_group
     if b % m:
-        per_group = n if isinstance(config, AgenticConfig) else 1
-        groups = math.lcm(n, m) // n
+        per_group = n if isinstance(config, AgenticConfig) else 1  # the key counts trajectories there, prompts here
+        groups = math.lcm(n, m) // n  # the fewest that are whole mini-batches
         near = max(groups, round(config.groups_per_batch / groups) * groups) * per_group
         message = (
             f"{config.groups_per_batch} groups * {n} samples = {b} samples per step, not divisible by the mini-batch"
@@ -307,11 +310,12 @@ def domains(config: PipelineConfig) -> Findings:
         yield from _shares(key, data, config)
     owners: dict[str, list[str]] = {}
     for domain, reward in config.rewards.items():
-        if not reward.tag_included and not reward.style_included and len(config.rewards) > 1:
+        if not reward.tag_included and not reward.style_included and len(config.rewards) > 1:  # a single one takes all
             yield "C130", "rewards", f"domain {domain} has no tag_included"
         for tag in reward.tag_included:
             for other in owners.setdefault(tag, []):
                 styles = (set(config.rewards[other].style_included), set(reward.style_included))
+                # A domain without styles takes all of them.
                 if not all(styles) or styles[0] & styles[1]:
                     yield "C130", "rewards", f"tag '{tag}' is in domains {other} and {domain}"
             owners[tag].append(domain)
@@ -325,6 +329,7 @@ def _shares(section: str, data: DataArguments | None, config: RLVRConfig) -> Fin
     for domain in probs:
         if domain not in config.rewards:
             yield "C128", key, f"domain '{domain}' is not in rewards"
+    # As written: ten times 0.1 is 1, which it is not as floats.
     total = sum(exact_ratio(p) for p in probs.values())
     if abs(total - 1) > exact_ratio(1e-6):
         yield "C128", key, f"sum is {number(float(total))}, not 1"

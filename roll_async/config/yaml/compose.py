@@ -75,6 +75,7 @@ class _Reader:
         for index, name in enumerate(_include_names(root.value["defaults"])):
             place = root.value["defaults"]
             assert isinstance(place.value, list)
+            # A `_self_` that nobody wrote has no place of its own.
             item = place.value[index] if index < len(place.value) else place
             result += [own] if name == "_self_" else self._include(path, name, index, item, (*chain, key))
         return result
@@ -151,8 +152,9 @@ def _parse_file(path: Path) -> Node:
         raise refuse("C008", "(file)", file, 1, "not readable as YAML: no such file")
     try:
         is_regular = stat.S_ISREG(os.stat(path).st_mode)
+        # To open a pipe would wait for its writer.
         with open(path if is_regular else os.devnull, "rb") as stream:
-            raw = stream.read(MAX_FILE_BYTES + 1)
+            raw = stream.read(MAX_FILE_BYTES + 1)  # one more, so that `decode` sees what is too long
     except OSError as error:
         raise refuse("C008", "(file)", file, 1, f"not readable as YAML: {error.strerror}") from None
     if not is_regular:

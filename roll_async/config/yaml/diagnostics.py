@@ -53,7 +53,7 @@ def printable(text: str) -> str:
 def shown(value: object) -> str:
     """A value as JSON, cut at 80 characters."""
     if isinstance(value, str):
-        value = value[: MAX_VALUE_CHARS + 1]
+        value = value[: MAX_VALUE_CHARS + 1]  # one more, so that the cut shows below
     elif isinstance(value, list | dict):
         value = _abridged(value, MAX_VALUE_CHARS)
     text = json.dumps(value)

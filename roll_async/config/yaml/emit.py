@@ -104,7 +104,7 @@ def scalar(value: Scalar, in_flow: bool = False) -> str:
         case None:
             return "null"
         case bool():
-            return "true" if value else "false"
+            return "true" if value else "false"  # Python would write True
         case float():
             return _float(value)
         case int():
@@ -115,6 +115,7 @@ def scalar(value: Scalar, in_flow: bool = False) -> str:
 
 def _float(value: float) -> str:
     text = repr(value)
+    # YAML 1.1, as PyYAML reads it, takes 1e-06 for a text.
     if "e" in text and "." not in text:
         mantissa, exponent = text.split("e")
         text = f"{mantissa}.0e{exponent}"

@@ -66,7 +66,7 @@ def nearest(root: Node, path: Sequence[str]) -> Node:
         value = node.value
         if isinstance(value, dict) and key in value:
             node = value[key]
-        elif isinstance(value, list) and key.isdecimal() and int(key) < len(value):
+        elif isinstance(value, list) and key.isdecimal() and int(key) < len(value):  # isdigit() takes superscripts, too
             node = value[int(key)]
         else:
             break

@@ -33,6 +33,7 @@ class PathIndex:
     def _names(self) -> list[str]:
         if not self._by_name:
             for path in keys(self._cls):
+                # The first wins: of equal names the key nearest to the top.
                 self._by_name.setdefault(path.rpartition(".")[2], path)
         return list(self._by_name)
 

@@ -27,7 +27,7 @@ from roll_async.config.yaml.node import (
     refuse,
 )
 
-_LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
+_LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader  # in C: several times as fast
 _CONSTANTS: dict[str, Scalar] = {
     **dict.fromkeys(("", "~", "null", "Null", "NULL")),
     **dict.fromkeys(("true", "True", "TRUE"), True),
@@ -46,6 +46,7 @@ def resolve(text: str) -> Scalar:
     """The value of a plain scalar under the YAML 1.2 core schema, decimal integers only."""
     if text in _CONSTANTS:
         return _CONSTANTS[text]
+    # Never empty here: that is one of the constants.
     if text[0] in "+-.0123456789":
         if _INT.fullmatch(text):
             # Beyond 64 bits it is refused anyway, and Python refuses to convert very long ones.
@@ -87,6 +88,7 @@ class _Parser:
         except ReaderError as error:
             line = text.count("\n", 0, error.position) + 1
             raise self._unreadable(line, f"{error.reason} (character {error.position + 1})") from None
+        # An argument that is not UTF-8 comes with half surrogates.
         except UnicodeEncodeError as error:
             raise self._unreadable(text.count("\n", 0, error.start) + 1, "not UTF-8") from None
 
@@ -163,14 +165,16 @@ class _Parser:
                 "C010", event, f"too large: alias '{event.anchor}' inside itself exceeds {MAX_DEPTH} levels"
             )
         node, num, height = anchored
+        # Counted as if written out: a few lines of aliases can stand for billions of values.
         self._count(event, num, depth + height - 1)
         return node.at(self._file, self._line(event)), height
 
     def _scalar(self, event: ScalarEvent) -> Scalar:
         text = event.value
+        # Characters first: they are never more than bytes, and need no copy.
         if len(text) > MAX_STRING_BYTES or len(text.encode()) > MAX_STRING_BYTES:
             raise self._refuse("C010", event, "too large: string exceeds 64 KiB")
-        return text if event.style else resolve(text)
+        return text if event.style else resolve(text)  # what is quoted is a text
 
     def _list(self, start: SequenceStartEvent, depth: int) -> tuple[Node, int]:
         items, height = [], 0
@@ -188,6 +192,7 @@ class _Parser:
         height = 0
         while not isinstance(event := self._next(), CollectionEndEvent):
             key = self._key(event, is_top=depth == 1)
+            # Quoted, it is a key like any other.
             is_merge = key == "<<" and isinstance(event, ScalarEvent) and not event.style
             self._path.append(key)
             if key in own:
@@ -202,6 +207,7 @@ class _Parser:
                 own[key] = value.at(self._file, self._line(event))
             self._path.pop()
             height = max(height, below)
+        # Keys of the map itself win over merged ones, as YAML has it.
         return Node({**merged, **own}, self._file, self._line(start)), height + 1
 
     def _key(self, event: yaml.Event, *, is_top: bool) -> str:

@@ -26,6 +26,7 @@ def compute(text: str) -> tuple[Fraction, list[Fraction]]:
         raise ValueError(f"longer than {_MAX_LENGTH} characters")
     try:
         tree = ast.parse(text.strip(), mode="eval")
+    # ValueError: a null byte. MemoryError and RecursionError: brackets nested too deep.
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         raise ValueError(f"{text.strip()[:80]!r} is not an arithmetic expression") from None
     numbers: list[Fraction] = []
@@ -41,13 +42,15 @@ def shown(value: Fraction) -> str:
         return str(value.numerator)
     try:
         return f"{float(value):.10g}"
-    except OverflowError:
+    except OverflowError:  # over 1.8e308
         return f"{value.numerator // value.denominator}"
 
 
 def _value(node: ast.expr, numbers: list[Fraction]) -> Fraction:
     match node:
+        # In Python True is an int.
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            # By its digits: Fraction(0.1) is the nearest binary number, not 1/10.
             found = Fraction(repr(number)) if isinstance(number, float) else Fraction(number)
             numbers.append(found)
         case ast.UnaryOp(op=ast.USub(), operand=inner):
@@ -69,6 +72,7 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
     if exponent.denominator != 1 or abs(exponent) > _MAX_EXPONENT:
         raise ValueError(f"exponents are integers up to {_MAX_EXPONENT}")
     bits = max(base.numerator.bit_length(), base.denominator.bit_length())
+    # Before it is computed: 9**9**9 alone would take all memory.
     if bits * abs(exponent.numerator) > _MAX_BITS:
         raise ValueError("the number is too large")
     return base ** int(exponent)

@@ -12,7 +12,7 @@ from roll_async.envs.worlds.arithmetic import compute, shown
 from roll_async.envs.worlds.text_world import TextWorld
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_MOVES = ((operator.add, "+"), (operator.sub, "-"), (operator.mul, "*"))
+_MOVES = ((operator.add, "+"), (operator.sub, "-"), (operator.mul, "*"))  # without division every target is whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +49,7 @@ class Countdown(TextWorld):
             value = self._numbers[0]
             for number in self._numbers[1:]:
                 value = rng.choice(_MOVES)[0](value, number)
+            # A target that is one of the numbers would be no task.
             if 0 < value <= 10 * self._options.largest and value not in self._numbers:
                 break
         self._target = value
@@ -63,6 +64,7 @@ class Countdown(TextWorld):
         """One attempt."""
         self._left -= 1
         found = _ANSWER.findall(action)
+        # Models write the result behind their expression.
         written = (found[-1] if found else action).partition("=")[0]
         try:
             value, used = compute(written)

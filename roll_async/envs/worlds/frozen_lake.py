@@ -78,7 +78,7 @@ class FrozenLake(TextWorld):
         size = self._options.size
         cells = [[_SYMBOLS[cell.decode()] for cell in row] for row in self._lake.desc]
         row, column = divmod(int(self._place), size)
-        cells[row][column] = {"_": "P", "O": "X", "G": "V"}[cells[row][column]]
+        cells[row][column] = {"_": "P", "O": "X", "G": "V"}[cells[row][column]]  # on ice, in a hole, at the goal
         return ["".join(row) for row in cells]
 
     def _text(self) -> str:

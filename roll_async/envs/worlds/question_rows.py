@@ -53,6 +53,7 @@ def _records(path: Path) -> Iterator[tuple[str, object]]:
         rows: list[object] = parquet.read_table(path).to_pylist()
         yield from ((f"{path}: row {number}", row) for number, row in enumerate(rows, 1))
         return
+    # json refuses a byte order mark.
     text = path.read_text(encoding="utf-8-sig")
     if text.lstrip().startswith("["):
         yield from ((f"{path}: row {number}", row) for number, row in enumerate(json.loads(text), 1))
@@ -72,6 +73,7 @@ def _question(row: object) -> Question:
     settings = about["interaction_kwargs"] or {}
     if not isinstance(settings, dict) or settings.keys() - {*OF_ONE_QUESTION, *_OF_VERL}:
         raise ValueError(f"interaction_kwargs may hold {', '.join((*OF_ONE_QUESTION, *_OF_VERL))}")
+    # Parquet gives every row the keys of all rows, null where it has none.
     settings = {name: value for name, value in settings.items() if value is not None}
     question, instructions = _chat(row)
     answer = row.get("answer", row.get("ground_truth"))

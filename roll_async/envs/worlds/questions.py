@@ -17,7 +17,7 @@ from roll_async.envs.worlds.text_world import TextWorld
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
-_rows = lru_cache(maxsize=8)(read_questions)
+_rows = lru_cache(maxsize=8)(read_questions)  # a world is made for each trajectory, the file is read once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +82,7 @@ def same_answer(text: str, answer: str, grade: str) -> bool:
 
 
 def _number(text: str) -> object:
+    # compute() refuses very long numbers: those are compared as text.
     return compute(text.replace(",", ""))[0] if len(text) < 100 else text
 
 

@@ -45,6 +45,7 @@ class Room:
 
     def free(self, cell: Cell) -> bool:
         """Neither wall nor box."""
+        # The border is wall without being among `walls`.
         inside = 0 < cell[0] < self.size - 1 and 0 < cell[1] < self.size - 1
         return inside and cell not in self.walls and cell not in self.boxes
 
@@ -98,6 +99,7 @@ def generate(options: SokobanOptions, rng: Random) -> Room:
             continue
         targets = frozenset(rng.sample(floor, options.num_boxes))
         player = rng.choice([cell for cell in floor if cell not in targets])
+        # Boxes begin on their targets: the solved state.
         room = _played_back(Room(options.size, walls, targets, targets, player), options.num_pulls, rng)
         if not room.solved and not room.boxes & room.targets:
             return room

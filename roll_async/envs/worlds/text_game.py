@@ -122,6 +122,7 @@ def _parsed(action: str) -> tuple[str, str]:
     if isinstance(call, dict):
         arguments = call.get("arguments")
         values = list(arguments.values()) if isinstance(arguments, dict) else []
+        # The one parameter, whatever the model calls it.
         return str(call.get("name", "")), str(values[0]).lower().strip() if values else ""
     words = action.strip().lower().rstrip(".").split()
     return (words[0] if words else ""), (words[-1] if len(words) > 1 else "")

@@ -38,9 +38,11 @@ class GymnasiumWorld(TextWorld):
         arguments: dict[str, Any] = dict(options.kwargs)
         self._env = gymnasium.make(options.id, **arguments)
         if "ansi" in self._env.metadata.get("render_modes", ()) and "render_mode" not in options.kwargs:
+            # The render mode can be given only when it is made, its modes are known only then.
             self._env = gymnasium.make(options.id, render_mode="ansi", **arguments)
         if not isinstance(self._env.action_space, gymnasium.spaces.Discrete):
             raise ValueError(f"{options.id} has no discrete actions")
+        # Numbers of a Discrete space may begin elsewhere than at 0.
         self._start, self._count = int(self._env.action_space.start), int(self._env.action_space.n)
         self._total = 0.0
 
@@ -68,7 +70,7 @@ class GymnasiumWorld(TextWorld):
     def _text(self, observation: object) -> str:
         picture = self._env.render() if self._env.render_mode == "ansi" else None
         text = picture if isinstance(picture, str) else str(observation)
-        return re.sub(r"\x1b\[[0-9;]*m", "", text)
+        return re.sub(r"\x1b\[[0-9;]*m", "", text)  # colours of a terminal
 
     def _number(self, text: str) -> int | None:
         names = [name.lower() for name in self._options.actions]

@@ -98,7 +98,7 @@ def _without_calls(node: ast.expr, calls: list[str]) -> ast.expr:
             calls.append(ast.unparse(node))
             return ast.Name(id=f"v{len(calls) - 1}", ctx=ast.Load())
         case "constant":
-            constant(ast.unparse(node))
+            constant(ast.unparse(node))  # raises for what cannot be evaluated outside
             return node
     match node:
         case ast.Compare(left, ops, comparators):
@@ -123,6 +123,7 @@ def _without_calls(node: ast.expr, calls: list[str]) -> ast.expr:
 
 
 def _as_bool(node: ast.expr) -> ast.expr:
+    # Of an operand of `and` or `not` only its truth leaves the sandbox: the object may not be able to.
     if _kind(node) != "call":
         return node
     return ast.Call(func=ast.Name(id="bool", ctx=ast.Load()), args=[node], keywords=[])
@@ -173,6 +174,7 @@ def _renamed(call: str, old: str, new: str) -> str:
     tree = ast.parse(call, mode="eval")
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id == old:
+            # unparse writes the id as it stands, also one that is an expression.
             node.id = f"({new})" if not new.isidentifier() else new
     return ast.unparse(tree)
 

@@ -92,6 +92,7 @@ def _json(text: str) -> object:
         return _json(found.strip()) if isinstance(found, str) else found
     if text.startswith("eJ"):  # base64 of a zlib stream
         try:
+            # Bounded: a short text can hold gigabytes.
             data = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), _MAX_DECODED_BYTES)
             found = _PlainPickle(io.BytesIO(data)).load()
         except (binascii.Error, zlib.error, pickle.UnpicklingError, EOFError, ValueError, IndexError) as error:

@@ -87,6 +87,7 @@ def _understood(node: ast.expr, names: set[str]) -> bool:
         case ast.Compare(left, operations, others):
             operands = [left, *others]
             known = all(type(operation) in _COMPARE for operation in operations)
+            # Values outside are copies: `is` says something only of None, True and False.
             identity = any(isinstance(operation, ast.Is | ast.IsNot) for operation in operations)
             if identity and any(
                 not isinstance(operand, ast.Name) and not _is_singleton(operand) for operand in operands
@@ -151,6 +152,7 @@ def _arithmetic(operation: ast.operator, left: object, right: object) -> object:
         for items, times in ((left, right), (right, left)):
             if isinstance(items, str | bytes | list | tuple) and len(items) * times > _MAX_ITEMS:  # type: ignore[operator]
                 raise ValueError(f"{len(items)} items {times} times are too many")
+    # "%1000000000d" % 1 would be a gigabyte.
     if isinstance(operation, ast.Mod) and isinstance(left, str | bytes):
         raise TypeError("text is not formatted here")
     return _BINARY[type(operation)](left, right)

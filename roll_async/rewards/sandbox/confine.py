@@ -102,10 +102,11 @@ def _limit(rights: Confinement) -> None:
 def _drop_capabilities() -> None:
     """Root without capabilities cannot raise its limits again, nor ignore the modes of files."""
     header = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0)
-    _call(_CAPSET[os.uname().machine], header, bytes(24))
+    _call(_CAPSET[os.uname().machine], header, bytes(24))  # effective, permitted, inheritable, 2 * 32 bits each: none
 
 
 def _no_new_privileges() -> None:
+    # 38 = PR_SET_NO_NEW_PRIVS, which Landlock and seccomp demand of a process without privileges.
     if ctypes.CDLL(None, use_errno=True).prctl(38, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")
 
@@ -113,6 +114,7 @@ def _no_new_privileges() -> None:
 def _landlock(rights: Confinement) -> None:
     abi = _landlock_abi()
     known = (1 << _RIGHTS_BY_ABI.get(abi, 16)) - 1
+    # Rights on files, on TCP (ABI 4), scopes (ABI 6): an older kernel knows only the first ones.
     attributes = struct.pack("=QQQ", known, _NETWORK if abi >= 4 else 0, _SCOPES if abi >= 6 else 0)
     size = 24 if abi >= 6 else 16 if abi >= 4 else 8
     rules = _call(_LANDLOCK_CREATE, attributes, size, 0)
@@ -135,7 +137,8 @@ def _allow(rules: int, path: str, access: int) -> None:
         return
     try:
         if not os.path.isdir(path):
-            access &= _FILE_ONLY
+            access &= _FILE_ONLY  # the kernel refuses rights of folders for a file
+        # 1 = LANDLOCK_RULE_PATH_BENEATH; its structure is packed: u64, s32.
         _call(_LANDLOCK_ADD, rules, 1, struct.pack("=Qi", access, place), 0)
     finally:
         os.close(place)
@@ -143,6 +146,7 @@ def _allow(rules: int, path: str, access: int) -> None:
 
 def _landlock_abi() -> int:
     """Version of Landlock; below 1 = none."""
+    # Flag 1 asks for the version and makes nothing.
     return ctypes.CDLL(None).syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1)
 
 

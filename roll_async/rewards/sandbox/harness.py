@@ -28,6 +28,7 @@ _compile, _eval, _exec, _dumps, _write = compile, eval, exec, json.dumps, os.wri
 def run_program(run: Run, *, result_fd: int, word: str) -> int:
     """The exit status. Output goes to the standard streams, the result as JSON to `result_fd`."""
     _clean_interpreter()
+    # New ones: those of the host have buffers, and its sys.stdin may have read ahead.
     streams = [os.fdopen(0, "r", encoding="utf-8"), os.fdopen(1, "w"), os.fdopen(2, "w")]
     sys.stdin, sys.stdout, sys.stderr = streams  # type: ignore[assignment]
     status, result = 0, None
@@ -70,6 +71,7 @@ def _execute(run: Run, name: str) -> dict[str, object]:
     """Run the program; the names its test may use."""
     module = types.ModuleType(name)
     module.__dict__.update(__builtins__=builtins, __file__=_FILE)
+    # dataclasses and pickle look up there where a class comes from.
     sys.modules[name] = module
     before: dict[str, object] = {}
     if run.prelude:
@@ -114,12 +116,13 @@ def _pytest(run: Run) -> dict[str, object]:
 
     class Counter:
         def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+            # A test whose setup fails or skips has no call.
             if report.when == "call" or (report.when == "setup" and not report.passed):
                 counts["total"] += 1
                 counts["passed"] += report.passed
 
         def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-            counts["total"] += report.failed
+            counts["total"] += report.failed  # a file that cannot be collected is one failed test
 
     options = [
         "-q",
@@ -151,7 +154,7 @@ def _finish(status: int) -> int:
 
 def _exit_status(ending: SystemExit) -> int:
     if ending.code is None or isinstance(ending.code, int):
-        return (ending.code or 0) & 0xFF
+        return (ending.code or 0) & 0xFF  # as the system keeps it
     print(ending.code, file=sys.stderr)
     return 1
 

@@ -29,14 +29,14 @@ from roll_async.rewards.sandbox.prelude import import_modules
 from roll_async.rewards.sandbox.protocol import Ending, ProgramResult, Run
 
 _OUTCOME_FIELDS = [field.name for field in fields(ProgramResult)]
-_OUTPUT_BYTES = 4 << 20
-_STDERR_BYTES = 16 << 10
-_FILE_BYTES = 16 << 20
-_DISK_BYTES = 64 << 20
+_OUTPUT_BYTES = 4 << 20  # of each stream, and of the result
+_STDERR_BYTES = 16 << 10  # of its end, which says what was raised
+_FILE_BYTES = 16 << 20  # of one file
+_DISK_BYTES = 64 << 20  # of all files
 _DISK_ENTRIES = 1000
 _OPEN_FILES = 64
 _THREADS = 128
-_TICK_S = 0.05
+_TICK_S = 0.05  # between two looks at the limits
 _MAX_DEPTH = 200
 """Of what a program returns, brackets within brackets."""
 _PREFIX = "roll_async_sandbox_"
@@ -44,15 +44,17 @@ _PREFIX = "roll_async_sandbox_"
 
 def main() -> None:
     """Serve until the input ends."""
+    # Ctrl-C reaches the whole group; the run ends this process itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(int(sys.argv[1]))
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
+    os.dup2(2, 1)  # what imports print must not come between the answers
     _sweep()
     base = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}_"))
     import_modules()
+    # A collection in a child would write to every page that it shares with this process.
     gc.freeze()
-    print("{}", file=answers)
+    print("{}", file=answers)  # ready: the parent waits for a first line
     try:
         for line in sys.stdin:
             outcome = run_confined(Run(**json.loads(line)), base)
@@ -65,6 +67,7 @@ def run_confined(run: Run, base: Path) -> ProgramResult:
     """Fork, confine, run, watch, clean up."""
     scratch = Path(tempfile.mkdtemp(dir=base))
     pipes = [os.pipe() for _ in range(3)]  # stdout, stderr, result
+    # A file, since a pipe would have to be fed while the program runs.
     with tempfile.TemporaryFile(dir=base) as stdin:
         stdin.write(run.stdin.encode(errors="replace"))
         stdin.flush()
@@ -86,22 +89,23 @@ def run_confined(run: Run, base: Path) -> ProgramResult:
 def _become_program(run: Run, scratch: Path, fds: list[int], host: int, word: str) -> None:
     """In the child; never returns."""
     try:
-        os.setsid()
+        os.setsid()  # a group of its own, for `_kill_group`
         die_with_parent(host)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+        # Copies first: one of the numbers 0 to 3 may be a source that is still to come.
         for target, fd in enumerate([os.dup(fd) for fd in fds]):
             os.dup2(fd, target)
-        os.closerange(4, 1024)
+        os.closerange(4, 1024)  # 3 is the result
         os.chdir(scratch)
         os.environ.clear()
         os.environ.update(HOME=str(scratch), TMPDIR=str(scratch), PATH="/usr/bin:/bin", LANG="C.UTF-8")
         os.environ.update(OMP_NUM_THREADS="1", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
-        tempfile.tempdir = str(scratch)
+        tempfile.tempdir = str(scratch)  # the module remembers the host's
         confine(
             Confinement(
                 read=(),
                 write=(str(scratch),),
-                cpu_s=int(run.timeout_s) + 2,
+                cpu_s=int(run.timeout_s) + 2,  # the kernel counts whole seconds, of all threads together
                 memory_bytes=run.memory_mb << 20,
                 file_bytes=_FILE_BYTES,
                 open_files=_OPEN_FILES,
@@ -121,6 +125,7 @@ def _watch(child: int, reads: list[int], run: Run, scratch: Path, word: str) -> 
     open_fds, wait_status = list(reads), None
     ending: Ending = "exit"
     while wait_status is None:
+        # A program that has closed its outputs may run on: then there is nothing to wait on.
         readable = select.select(open_fds, [], [], _TICK_S if open_fds else 0.002)[0]
         for fd in readable:
             if not _read(fd, written[fd]):
@@ -134,6 +139,7 @@ def _watch(child: int, reads: list[int], run: Run, scratch: Path, word: str) -> 
     if missing():
         _kill_group(child)
     for fd in open_fds:
+        # Without waiting: what it has started may hold the other end open.
         while select.select([fd], [], [], 0)[0] and _read(fd, written[fd]):
             pass
     out, err, result = (bytes(written[fd]) for fd in reads)
@@ -188,7 +194,7 @@ def _too_much_on_disk(scratch: Path) -> bool:
                     if entry.is_dir(follow_symlinks=False):
                         folders.append(entry.path)
                     else:
-                        size += entry.stat(follow_symlinks=False).st_blocks * 512
+                        size += entry.stat(follow_symlinks=False).st_blocks * 512  # a hole takes no disk
         except FileNotFoundError:
             continue  # removed meanwhile
         except OSError:
@@ -241,7 +247,7 @@ def _sweep() -> None:
             os.kill(int(owner), 0)
         except ProcessLookupError:
             _remove(folder)
-        except (ValueError, PermissionError):
+        except (ValueError, PermissionError):  # not one of these folders, or another user's host
             continue
 
 

@@ -18,6 +18,7 @@ _ROOT = str(Path(__file__).resolve().parents[3])
 _GRACE_S = 10.0
 """Beyond the program's own time limit; the host needs a moment to kill and clean up."""
 _START_S = 60.0
+# The last one is the mark by which the processes of a run are found when its driver was killed.
 _KEPT_ENVIRONMENT = ("LD_LIBRARY_PATH", "TMPDIR", "VIRTUAL_ENV", "ROLL_ASYNC_RUN")
 _CLOSE_S = 2.0
 
@@ -76,7 +77,7 @@ class LocalSandbox:
             env={"PATH": "/usr/bin:/bin", "PYTHONPATH": _ROOT, "LANG": "C.UTF-8", **kept},
         )
         self._buffer = b""
-        self._line(_START_S)
+        self._line(_START_S)  # it says a first line when it is ready
 
     def _line(self, timeout_s: float) -> bytes:
         """Raises OSError at the end of the output and after the time-out."""

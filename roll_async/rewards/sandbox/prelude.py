@@ -53,6 +53,7 @@ globals().update(
 
 def import_modules() -> None:
     """In the host, once: its children find them imported."""
+    # Without the limits, which are for the program and not for its host.
     imports = "\n".join(line for line in PRELUDE.splitlines() if "sys.set" not in line and "max_str_digits" not in line)
     exec(compile(imports, "prelude", "exec", dont_inherit=True), {})
 

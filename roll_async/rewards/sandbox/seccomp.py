@@ -81,6 +81,7 @@ def install(*, own_pid: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     for call in (
         (_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0),
+        # 8 bytes an instruction.
         (_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(Fprog(len(program) // 8, program)), 0, 0),
     ):
         if libc.prctl(*call) != 0:
@@ -91,7 +92,9 @@ def install(*, own_pid: int) -> None:
 def _program(column: int, own_pid: int) -> list[bytes]:
     """Classic BPF; every test jumps over the one instruction behind it, so no offset can grow too large."""
     arch = list(_AUDIT_ARCH.values())[column]
+    # Of another architecture the same numbers are other calls.
     code = [_op(_LOAD, _ARCH), _op(_JEQ, arch, 1, 0), _op(_RET, _KILL_PROCESS), _op(_LOAD, _NUMBER)]
+    # x32 has the architecture of x86_64, and other numbers behind this bit.
     if column == 0:
         code += [_op(_JGE, _X32_BIT, 0, 1), _op(_RET, _ERRNO | _EPERM)]
     for numbers in _REFUSED.values():
@@ -102,9 +105,12 @@ def _program(column: int, own_pid: int) -> list[bytes]:
     refuse, allow = _op(_RET, _ERRNO | _EPERM), _op(_RET, _ALLOW)
     code += _when(_CLONE[column], [_op(_LOAD, _ARG0), _op(_JSET, _CLONE_THREAD, 1, 0), refuse, allow])
     for number in (_KILL[column], _TGKILL[column]):
+        # Target 0 is the own group.
         target = [_op(_LOAD, _ARG0), _op(_JEQ, own_pid, 2, 0), _op(_JEQ, 0, 1, 0), refuse, allow]
         code += _when(number, target)
+    # A program could switch off that it ends with its host.
     code += _when(_PRCTL[column], _unless(_ARG0, (_PR_SET_PDEATHSIG,)))
+    # 0 is the process itself; limits of others stay out of reach.
     code += _when(_PRLIMIT64[column], [_op(_LOAD, _ARG0), _op(_JEQ, 0, 1, 0), refuse, allow])
     code += _when(_FCNTL[column], _unless(_ARG1, _FORBIDDEN_FCNTL))
     code += _when(_IOCTL[column], _unless(_ARG1, _FORBIDDEN_IOCTL))

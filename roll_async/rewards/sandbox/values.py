@@ -19,7 +19,7 @@ def encode(value: object) -> object:
 
         (1, {"a"})  ->  ["tuple", [1, ["set", ["a"]]]]
     """
-    if value is None or value is True or value is False:
+    if value is None or value is True or value is False:  # before int, which True is, too
         return value
     kind = type(value)
     if kind.__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
@@ -27,6 +27,7 @@ def encode(value: object) -> object:
     if isinstance(value, int):
         return int.__add__(value, 0)
     if isinstance(value, float):
+        # Hexadecimal is exact, and JSON has neither infinity nor NaN.
         return ["float", float.hex(float.__add__(value, 0.0))]
     if isinstance(value, str):
         return str.__str__(value)
@@ -39,7 +40,7 @@ def encode(value: object) -> object:
     if isinstance(value, list):
         return ["list", [encode(item) for item in list.__iter__(value)]]
     if isinstance(value, frozenset):
-        return ["set", [encode(item) for item in frozenset.__iter__(value)]]
+        return ["set", [encode(item) for item in frozenset.__iter__(value)]]  # equal to a set in Python
     if isinstance(value, set):
         return ["set", [encode(item) for item in set.__iter__(value)]]
     if isinstance(value, dict):
@@ -77,7 +78,7 @@ def _decoded(data: object) -> object:
         case "list":
             return list(map(_decoded, content))
         case "set":
-            return frozenset(map(_decoded, content))
+            return frozenset(map(_decoded, content))  # it may be an item of another set
         case "dict":
             return {_decoded(key): _decoded(item) for key, item in content}
         case "Fraction" if _FRACTION.fullmatch(content):

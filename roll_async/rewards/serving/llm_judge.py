@@ -113,6 +113,7 @@ class LlmJudge:
             self.cached += 1
             reward = await asyncio.shield(task)
             return replace(reward, metrics={**reward.metrics, "cached": 1.0} if reward.metrics else {}, scoring_s=0.0)
+        # Callers wait shielded: one that gives up must not cancel it for the others.
         task = self._cache[key] = asyncio.ensure_future(self._ask(prompt, answer))
         reward = await asyncio.shield(task)
         if reward.status is not RewardStatus.OK:
@@ -184,6 +185,7 @@ class LlmJudge:
         if status in _BUSY:
             return Trouble(reason=f"status {status}", pause_s=pause_s)
         if status in (400, 422) and structured and "response_format" in text:
+            # Requests under way are refused together; it is told once.
             if self._structured:
                 logger.warning("judge %s knows no response_format; it is asked in words only", self._config.api_url)
             self._structured = False
@@ -214,6 +216,7 @@ def _read(body: str) -> _Verdict | Trouble:
     except (ValueError, KeyError, IndexError, TypeError):
         return Trouble(reason=f"not a chat completion: {body[:100]!r}", unreadable=True)
     text = after_thinking(content if isinstance(content, str) else "")
+    # At most 50 places, since each attempt may read the rest of the text.
     for start in reversed([i for i, c in enumerate(text) if c == "{"][-50:]):
         try:
             found, _ = json.JSONDecoder().raw_decode(text[start:])
@@ -229,6 +232,7 @@ def _checked(found: object) -> _Verdict | None:
     if not isinstance(found, dict):
         return None
     score, correct = found.get("score"), found.get("correct")
+    # In Python true is a number.
     if isinstance(score, bool) or not isinstance(score, int | float | None):
         return None
     if score is None and isinstance(correct, bool):

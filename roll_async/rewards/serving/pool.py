@@ -104,6 +104,7 @@ class RewardPool:
         create_reward(options.reward, options.arguments)
         self._loop = asyncio.get_running_loop()
         starts = (self._processes.start() for _ in range(options.num_workers))
+        # All results, also beside an error: what has started must be ended.
         started = await asyncio.gather(*starts, return_exceptions=True)
         for process in started:
             if isinstance(process, WorkerProcess):
@@ -156,7 +157,7 @@ class RewardPool:
         idle = [worker for worker in self._active if not worker.tasks]
         if not idle:
             return
-        share = min(self._depth, -(-len(self._waiting) // len(idle)))
+        share = min(self._depth, -(-len(self._waiting) // len(idle)))  # rounded up
         for worker in idle:
             self._assign(worker, share)
 
@@ -189,6 +190,7 @@ class RewardPool:
             _resolve(task, reward)
         if worker in self._slow:
             self._drop(worker)
+        # At half, so that several new ones are one write.
         elif len(worker.tasks) <= self._depth // 2:
             self._assign(worker, self._depth)
 
@@ -198,6 +200,7 @@ class RewardPool:
         if not worker.tasks:
             return
         age_s, timeout_s = self._loop.time() - worker.since_s, self._options.timeout_s
+        # Its caller has left: no worker is kept busy for it until the time-out.
         given_up = age_s >= self._patience_s and worker.tasks[0].result.done()
         if age_s >= timeout_s or given_up:
             self.timeouts += 1
@@ -233,7 +236,7 @@ class RewardPool:
     def _requeue(self, worker: JudgeWorker, keep: int) -> None:
         """All but the first tasks go back to the head of the queue."""
         while len(worker.tasks) > keep:
-            self._waiting.appendleft(worker.tasks.pop())
+            self._waiting.appendleft(worker.tasks.pop())  # from the back, so that they keep their order
         self._assign_soon()
 
     def _end(self, worker: JudgeWorker, crashed: JudgeTask | None = None) -> None:

@@ -47,6 +47,7 @@ class RewardRouter:
 
     async def start(self) -> None:
         """Start all domains side by side. Raises ValueError for a reward that cannot be built; nothing runs then."""
+        # All results, also beside an error: what has started must be ended.
         started = await asyncio.gather(*(s.start() for s in self._scorers.values()), return_exceptions=True)
         failed = [(d, e) for d, e in zip(self._scorers, started, strict=True) if isinstance(e, BaseException)]
         if failed:
@@ -100,6 +101,7 @@ def create_scorer(config: RewardConfig) -> DomainScorer:
         sandbox = config.sandbox
         arguments = {"timeout_s": config.timeout}
         if sandbox is not None:
+            # The sandbox's processes inherit the limit of the worker, and none can raise it again.
             memory_mb += sandbox.memory_mb
             arguments |= {
                 "memory_mb": sandbox.memory_mb,

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 _BACKOFF = Backoff(first_s=0.25, longest_s=10.0)
 _REFUSED = frozenset({400, 411, 413, 414, 422, 431})
 """The service cannot take this sample: too large, or not what its schema says. Another attempt brings the same."""
-_PROBE = (r"\boxed{\frac{1}{2}}", "0.5")
+_PROBE = (r"\boxed{\frac{1}{2}}", "0.5")  # equal only to what parses LaTeX
 _STATES = {"ok": RewardStatus.OK, "timeout": RewardStatus.TIMEOUT, "error": RewardStatus.ERROR}
 
 
@@ -104,6 +104,7 @@ class ServiceClient:
         if status in _REFUSED:
             return Reward(score=0.0, status=RewardStatus.ERROR, reason=f"the service refuses it: {status} {text[:200]}")
         if pause_s is not None:
+            # Not before the time that was asked for, and not all callers at once.
             pause_s *= random.uniform(1.0, 1.5)
         return Trouble(reason=f"status {status} {text[:200]}", pause_s=pause_s)
 

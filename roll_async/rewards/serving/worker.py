@@ -42,7 +42,7 @@ _LONGEST_REASON = 500
 
 def main() -> None:
     """Serve until the input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run ends its processes itself
     settings, channel = connect()
     die_with_parent(settings["parent"])
     try:
@@ -70,6 +70,7 @@ def _serve_confined(reward: Judge, template: int, channel: socket.socket) -> Non
     """In the fork, which gives up every right that a rule does not need. `template`: the process it is a fork of."""
     die_with_parent(template)
     try:
+        # Libraries are read: what a rule needs may be imported with a sample.
         confine(Confinement(read=tuple(p for p in sys.path if p), write=()))
     except OSError as error:
         say(channel, {"error": f"it cannot be confined: {error}"})
