@@ -108,7 +108,7 @@ GENERATED_FROM = (
     "inference/stop_strings.py", "agents/*.py", "agents/gateway/*.py", "agents/tools/*.py", "algorithms/*.py",
 )  # fmt: skip
 _SIMULATED = ("rollout/", "buffer/", "weight_sync/", "pipelines/", "trainer/", "inference/", "agents/worlds.py",
-              "agents/play.py", "agents/session.py", "agents/limited_turns.py", "rollout/trace_tree.py")  # fmt: skip
+              "agents/episode.py", "agents/session.py", "agents/turn_handler.py", "rollout/trace_tree.py")  # fmt: skip
 """What worlds of the simulator run."""
 EQUIVALENT: dict[str, str] = {
     "algorithms/policy_losses.py: turned: tau = torch.where(terms.advantages > 0, positive, torch.full_like(ratio,"

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Protocol
 
-from roll_async.agents.limited_turns import BadRequest
+from roll_async.agents.turn_handler import BadRequest
 from roll_async.rollout.dispatch.requests import Interrupted
 from roll_async.schema import Completion, GenerateRequest
 

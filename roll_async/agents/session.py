@@ -16,9 +16,9 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
-from roll_async.agents.limited_turns import BadRequest, TurnHandler
 from roll_async.agents.messages import ChatDigest, Message, TurnReply, TurnRequest
 from roll_async.agents.rendering import Renderer, SampledTurn
+from roll_async.agents.turn_handler import BadRequest, TurnHandler
 from roll_async.prompts.tool_calls import ToolCall
 from roll_async.rollout.trace_tree import TraceTree
 from roll_async.schema import Completion, FinishReason, GenerateRequest, Outcome, SamplingParams
@@ -106,7 +106,7 @@ class Session(TurnHandler):
         """The chat of the newest turn and what it said, for display."""
         self._turns = itertools.count()  # for ids: a refused turn gives its number back, an id comes once
 
-    async def _sampled(self, request: TurnRequest, started_s: float) -> TurnReply:
+    async def _sample_turn(self, request: TurnRequest, started_s: float) -> TurnReply:
         plan = await self._planned(request)
         tree, options = self.tree, self._options
         if plan.reason is not None:
@@ -119,7 +119,7 @@ class Session(TurnHandler):
         prompt = tree.token_ids(parent)
         room = options.max_context - len(prompt)
         if room < 1:
-            raise self._ends(
+            raise self._end_with(
                 Outcome.TRUNCATED_TOKENS, f"the context of {options.max_context} tokens is used up ({len(prompt)})"
             )
         asked = GenerateRequest(
@@ -134,14 +134,14 @@ class Session(TurnHandler):
         finally:
             self.open_requests.discard(asked.request_id)
         if completion.finish_reason is FinishReason.ABORT:
-            raise self._ends(Outcome.CANCELLED, "the request was aborted")
+            raise self._end_with(Outcome.CANCELLED, "the request was aborted")
         node = tree.add_turn(parent, completion, started_s=started_s)
         return await self._reply(request, plan, node, completion, len(prompt))
 
     async def count_tokens(self, request: TurnRequest) -> int:
         """Tokens of the prompt that a turn would have; nothing is recorded."""
         if self.ended is not None:
-            raise self._over()
+            raise self._end_error()
         plan = await self._planned(request)
         return len(self.tree.token_ids(plan.parent)) + len(plan.new_ids)
 
@@ -155,7 +155,7 @@ class Session(TurnHandler):
         if plan.parent is None and not plan.new_ids:
             raise BadRequest("messages: the chat template makes no token of them")
         if self.ended is not None:
-            raise self._over()
+            raise self._end_error()
         return plan
 
     def _sampling(self, request: TurnRequest, room: int) -> SamplingParams:

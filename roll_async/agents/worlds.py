@@ -18,8 +18,8 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
 from roll_async.agents.counts import AgentCounts
+from roll_async.agents.episode import EpisodeOptions, WorldEpisode, run_agent
 from roll_async.agents.gateway.server import PolicyGateway
-from roll_async.agents.play import PlayOptions, WorldEpisode, run_agent
 from roll_async.agents.policies import EnginePolicy
 from roll_async.agents.protocol import Ending, Task
 from roll_async.agents.rendering import Renderer
@@ -44,7 +44,7 @@ class TagPlan:
 
     spec: WorldSpec
     session: SessionOptions
-    play: PlayOptions
+    play: EpisodeOptions
     toolbox: Toolbox
     agent: object | None = None
     """A user-defined agent, used instead of a world."""

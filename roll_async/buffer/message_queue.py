@@ -65,7 +65,7 @@ class MessageQueue:
         """Returns the state of a prompt pool, to be saved with the position (`rollout/protocol.py: PromptPool`)."""
         self.taken: Callable[[Sequence[Group]], None] = lambda groups: None
         """Told the groups of every batch, or part of one, when it is taken."""
-        self.trouble: Callable[[], str] | None = None
+        self.stall_diagnosis: Callable[[], str] | None = None
         """Describes what keeps groups from finishing, for reports; empty = no cause is known."""
 
     @property
@@ -520,8 +520,8 @@ class MessageQueue:
         why = f"; {filtered} groups without reward variance were filtered meanwhile" if filtered else ""
         if aged := self._dropped_aged - self._dropped_aged_before:
             why += f"; {aged} groups older than staleness.max_age_s={options.max_age_s:g} were dropped meanwhile"
-        if self.trouble is not None and (trouble := self.trouble()):
-            why += f"; {trouble}"
+        if self.stall_diagnosis is not None and (diagnosis := self.stall_diagnosis()):
+            why += f"; {diagnosis}"
         return (
             f"the trainer has waited {now - self._waits_since_s:.0f} s for step {step}: "
             f"{len(self._book.buffered_ids)} of {options.groups_per_batch} groups "

@@ -27,9 +27,9 @@ from roll_async.commands.command_line import EXIT_CODES, HELP
 from roll_async.config.processor import default_dtype
 
 if TYPE_CHECKING:
-    from roll_async.agents.limited_turns import TurnHandler
     from roll_async.agents.processes.remote import RemoteOptions
     from roll_async.agents.session import Session
+    from roll_async.agents.turn_handler import TurnHandler
     from roll_async.inference.settings import EngineSettings
 
 _TURNS = 1_000_000  # no limit, as a number

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from roll_async.agents.book import TrajectoryLog
+from roll_async.agents.episode import EpisodeOptions
 from roll_async.agents.gateway.server import PolicyGateway
-from roll_async.agents.play import PlayOptions
 from roll_async.agents.protocol import is_agent
 from roll_async.agents.rendering import TemplateRenderer
 from roll_async.agents.session import RENDERING_THREADS, SessionOptions
@@ -96,7 +96,7 @@ async def _tag_plan(config: AgenticConfig, tag: str, env: EnvConfig, stack: Asyn
     return TagPlan(
         spec=spec,
         session=session_options(config, env),
-        play=PlayOptions(
+        play=EpisodeOptions(
             max_turns=env.max_steps,
             max_response_tokens=env.max_tokens_per_step,
             windowed=windowed,

@@ -94,7 +94,7 @@ class Validator:
         if self._mode != "pause" and not last:
             self._begin(step)
             return
-        async with self._training_set_aside():
+        async with self._training_paused():
             self._begin(step)
             await self._wait(stoppable=True)
 
@@ -111,7 +111,7 @@ class Validator:
             return {}
         if self._running.metrics.done():
             return await self._result(trained, stoppable=False)  # training need not be paused for what is there
-        async with self._training_set_aside():
+        async with self._training_paused():
             return await self._result(trained, stoppable=stoppable)
 
     async def _wait(self, *, stoppable: bool) -> _RunningValidation:
@@ -131,7 +131,7 @@ class Validator:
         return {**measured, "validation/lag": float(trained - begun.step)}
 
     @asynccontextmanager
-    async def _training_set_aside(self) -> AsyncIterator[None]:
+    async def _training_paused(self) -> AsyncIterator[None]:
         """Generation for training is paused meanwhile, where it has the same engines."""
         if self.apart:
             yield

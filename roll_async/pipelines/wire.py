@@ -187,7 +187,9 @@ def build_rollout(
         pool=roles.pool,
         stop_timeout_s=options.stop_timeout_s,
     )
-    queue.trouble = rollouter.trouble  # the queue is there first, and names in its time-outs what keeps it empty
+    queue.stall_diagnosis = (
+        rollouter.stall_diagnosis
+    )  # the queue is there first, and names in its time-outs what keeps it empty
     canary = None
     if options.canary is not None:
         canary = Canary(canary_rows(_texts(roles.prompts), options.canary), roles.weights, options.canary)

@@ -99,14 +99,14 @@ def load_prompts(options: DataOptions, *, every_domain: bool = True) -> dict[str
 
 
 def _load(options: DataOptions, every_domain: bool) -> dict[str, list[Prompt]]:
-    bad, too_long, answers_too_long, homeless = BadRows(), 0, 0, Counter[str]()
+    bad, too_long, answers_too_long, unrouted = BadRows(), 0, 0, Counter[str]()
     by_domain: dict[str, list[Prompt]] = {name: [] for name in options.domains}
 
     def routed() -> Iterator[tuple[Row, str]]:
         for row in read_rows(options.files, options.columns, bad):
             domain = domain_of(row, options.domains, options.styles)
             if domain is None:
-                homeless[row.tag] += 1
+                unrouted[row.tag] += 1
                 continue
             problem = _problem(row, options.checks.get(domain))
             if problem:
@@ -130,7 +130,7 @@ def _load(options: DataOptions, every_domain: bool) -> dict[str, list[Prompt]]:
     kept = sum(map(len, by_domain.values()))
     skipped = (
         f"{len(bad.problems)} malformed, {too_long} longer than prompt_length {options.prompt_length}, "
-        f"{_homeless(homeless)}"
+        f"{_unrouted(unrouted)}"
     )
     if answers_too_long:
         skipped += f", {answers_too_long} whose answer is longer than response_length {options.response_length}"
@@ -210,7 +210,7 @@ def _prompt(row: Row, domain: str, ids: Sequence[int], answer: array | None) -> 
     )
 
 
-def _homeless(tags: Counter[str]) -> str:
+def _unrouted(tags: Counter[str]) -> str:
     if not tags:
         return "0 without a domain"
     named = ", ".join(f"{tag!r} {count}" for tag, count in tags.most_common(5))

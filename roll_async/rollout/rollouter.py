@@ -273,11 +273,11 @@ class Rollouter:
     async def pause(self) -> None:
         """Hold generation back for a validation: no new group starts, running requests stop and keep their tokens."""
         self._running.clear()  # first: no group may start while the others are set aside
-        await self._manager.set_aside(True)
+        await self._manager.pause_training(True)
 
     async def resume(self) -> None:
         """Continue after `pause`."""
-        await self._manager.set_aside(False)
+        await self._manager.pause_training(False)
         self._running.set()
 
     async def interrupt(self, mode: str, timeout_s: float) -> None:
@@ -320,7 +320,7 @@ class Rollouter:
             if task.cancelled():  # the others have released their slots themselves
                 await self._queue.release(group_id, ReleaseReason.REQUEUED, "cancelled by the stop")
 
-    def trouble(self) -> str:
+    def stall_diagnosis(self) -> str:
         """What keeps groups from finishing, as text for reports of a wait; empty when no cause is known."""
         if not self._manager.num_servers:
             coming = "one is being restarted" if self._manager.expects_return else "none is being restarted"

@@ -427,7 +427,7 @@ class Watch:
                 for name, running in ((link.name, len(link.in_flight)) for link in manager.links):
                     if running > cap:
                         self.report(10, f"{name} has {running} requests, and {cap} are allowed")
-            for request, replica in manager.overlooked():
+            for request, replica in manager.idle_slot_violations():
                 self.report(10, f"{replica} has a free slot, and {request} waits")
             if self._measuring and not self.stopping and self.scenario.plan.validation_mode == "pause":
                 held = {i for link in manager.links for i in link.in_flight if not i.startswith("validation.")}

@@ -418,7 +418,7 @@ class ForgetsSkipped(WithValidator):
 class GivesNoWay(AsyncLLMServerManager):
     """A validation beside training keeps its slots."""
 
-    def _give_way(self):
+    def _make_room(self):
         pass
 
 
@@ -500,7 +500,7 @@ class LaterTurnsAboveTheCap(AsyncLLMServerManager):
 
     def __init__(self, clients, options):
         super().__init__(clients, options)
-        self._at_home._by_kv = False
+        self._sticky._by_kv = False
 
 
 class KeepsASlotFree(AsyncLLMServerManager):

@@ -18,8 +18,8 @@ from roll_async.agents.gateway.bounds import (
     parsed,
 )
 from roll_async.agents.gateway.fields import check
-from roll_async.agents.limited_turns import BadRequest
 from roll_async.agents.messages import TurnRequest
+from roll_async.agents.turn_handler import BadRequest
 from roll_async.schema import SamplingParams
 
 DIALECTS = {"chat": chat, "responses": responses, "anthropic": anthropic}

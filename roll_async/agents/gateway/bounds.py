@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import NoReturn
 
-from roll_async.agents.limited_turns import BadRequest
+from roll_async.agents.turn_handler import BadRequest
 
 MAX_BODY_BYTES = 8 << 20
 MAX_DEPTH = 100

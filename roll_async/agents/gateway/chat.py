@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from roll_async.agents.gateway.bounds import parsed
 from roll_async.agents.gateway.fields import CACHE, EFFORT, LABEL, SAMPLING, Field, Json, acts, ignored, refused
-from roll_async.agents.limited_turns import BadRequest
 from roll_async.agents.messages import Message, TurnReply, TurnRequest
+from roll_async.agents.turn_handler import BadRequest
 from roll_async.prompts.tool_calls import ToolCall
 
 PARALLEL = refused("a turn is what the policy said, with all of its calls", True)

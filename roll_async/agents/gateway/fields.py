@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from roll_async.agents.limited_turns import BadRequest
+from roll_async.agents.turn_handler import BadRequest
 
 Json = Mapping[str, object]
 _LONGEST_NAME = 100

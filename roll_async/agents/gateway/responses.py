@@ -17,8 +17,8 @@ from roll_async.agents.gateway.chat import (
     whole,
 )
 from roll_async.agents.gateway.fields import CACHE, EFFORT, LABEL, SAMPLING, Field, Json, acts, ignored, refused
-from roll_async.agents.limited_turns import BadRequest
 from roll_async.agents.messages import Message, TurnReply, TurnRequest
+from roll_async.agents.turn_handler import BadRequest
 from roll_async.prompts.tool_calls import ToolCall
 
 _KEPT = "nothing is kept between requests; send the whole input"

@@ -25,9 +25,9 @@ from aiohttp import web
 
 from roll_async.agents.gateway.body import DIALECTS, Asked, read
 from roll_async.agents.gateway.bounds import MAX_BODY_BYTES
-from roll_async.agents.limited_turns import BadRequest, TrajectoryEnded, TurnHandler
 from roll_async.agents.messages import TurnReply
 from roll_async.agents.processes.beside import Beside
+from roll_async.agents.turn_handler import BadRequest, TrajectoryEnded, TurnHandler
 
 logger = logging.getLogger(__name__)
 

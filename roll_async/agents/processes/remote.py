@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from roll_async.agents.gateway import chat
-from roll_async.agents.limited_turns import BadRequest, TurnHandler
 from roll_async.agents.messages import TurnReply, TurnRequest
+from roll_async.agents.turn_handler import BadRequest, TurnHandler
 from roll_async.observe.outside import OutsideError, border
 from roll_async.prompts.tool_calls import HERMES
 
@@ -157,7 +157,7 @@ class RemoteTurns(TurnHandler):
         super().__init__(name, max_turns=1 << 30, max_seconds=float("inf"))
         self._model, self._tell, self._answered = model, tell, 0
 
-    async def _sampled(self, request: TurnRequest, started_s: float) -> TurnReply:
+    async def _sample_turn(self, request: TurnRequest, started_s: float) -> TurnReply:
         body, answer = await self._model.ask(request)
         try:
             with border(RuntimeError):  # the answer may hold anything

@@ -20,7 +20,6 @@ from roll_async.buffer.errors import Defect
 from roll_async.inference.protocol import EngineReport
 from roll_async.rollout.attempts import Attempt, AttemptState, Stop
 from roll_async.rollout.dispatch.admission import Admission
-from roll_async.rollout.dispatch.home_waits import HomeWaits
 from roll_async.rollout.dispatch.liveness import Liveness
 from roll_async.rollout.dispatch.load_index import ReplicaChoice
 from roll_async.rollout.dispatch.load_polls import LoadPolls
@@ -28,6 +27,7 @@ from roll_async.rollout.dispatch.manager_options import ManagerOptions
 from roll_async.rollout.dispatch.replica_link import ReplicaLink
 from roll_async.rollout.dispatch.requests import GenerationFailed, Interrupted, PendingRequest
 from roll_async.rollout.dispatch.server_counts import ServerCounts, ServerStats
+from roll_async.rollout.dispatch.sticky_routing import StickyRouting
 from roll_async.rollout.dispatch.waiting import WaitingRequests
 from roll_async.rollout.protocol import Replica
 from roll_async.schema import Completion, FinishReason, GenerateRequest
@@ -53,7 +53,7 @@ class RequestDispatch:
         """Replicas on their way; whether they were there before."""
         self._choice = ReplicaChoice()
         self._admission = Admission(options)
-        self._at_home = HomeWaits(self._choice, self._pump, by_kv=self._admission.by_kv)
+        self._sticky = StickyRouting(self._choice, self._pump, by_kv=self._admission.by_kv)
         self._waiting = WaitingRequests()
         self._counts = ServerCounts()
         self._dispatching, self._foreground_only = True, False
@@ -84,7 +84,7 @@ class RequestDispatch:
         """Stop reading; requests that still wait are cancelled."""
         if self._pump_soon is not None:
             self._pump_soon.cancel()
-        self._at_home.close()
+        self._sticky.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -126,7 +126,7 @@ class RequestDispatch:
 
         `affinity`: requests with the same key go to one replica while it lives and has room. `conversation`: later
         requests with this key go to the replica of the first one while it lives, at once and also when it is full: its
-        cache holds their prefix. `foreground`: runs also while `set_aside` holds the others back.
+        cache holds their prefix. `foreground`: runs also while `pause_training` holds the others back.
         Raises Interrupted (mode abort), GenerationFailed, ConnectionError when no replica is left, Defect.
         """
         loop = asyncio.get_running_loop()
@@ -195,7 +195,7 @@ class RequestDispatch:
             self._round_began_s = now
             self._choice.begin_round()
         if self._waiting.any_later_turn:
-            self._send_home()
+            self._dispatch_sticky()
         passed = []
         while self._choice.any_free:
             pending = self._waiting.pop(foreground_only=self._foreground_only)
@@ -215,11 +215,11 @@ class RequestDispatch:
             self._dispatch(pending, self._links[name], now)
         for pending in passed:  # their order is by age: each has its old place again
             self._waiting.add(pending)
-        self._at_home.end_in_time(p for p in passed if self.waits_for_home(p))
+        self._sticky.end_in_time(p for p in passed if self.waits_for_home(p))
         if self._waiting.foreground_yields:
-            self._give_way()
+            self._make_room()
 
-    def _give_way(self) -> None:
+    def _make_room(self) -> None:
         """While the foreground yields: as many of its requests as others wait stop, keeping their tokens."""
         self._yielding = {attempt for attempt in self._yielding if not attempt.ended}
         if not self._yielding:
@@ -229,10 +229,10 @@ class RequestDispatch:
         # The youngest have the fewest tokens to read again.
         chosen = sorted(running, key=lambda attempt: -attempt.request.order)[: max(0, num_wanted)]
         if chosen:
-            self._spawn(self._end_on_servers(self._put_aside(chosen)), "requests that give way")
-            self._pump()  # what `_put_aside` recalled from an outbox has left its slot already
+            self._spawn(self._end_on_servers(self._preempt(chosen)), "requests that give way")
+            self._pump()  # what `_preempt` recalled from an outbox has left its slot already
 
-    def _put_aside(self, attempts: Sequence[Attempt]) -> list[Attempt]:
+    def _preempt(self, attempts: Sequence[Attempt]) -> list[Attempt]:
         """The requests of these attempts keep their tokens and go on later. Returns the attempts that a replica has."""
         self._recall(attempts)
         running = [attempt for attempt in attempts if not attempt.ended]
@@ -240,16 +240,16 @@ class RequestDispatch:
             attempt.stop = attempt.stop or Stop.ASIDE  # the first reason decides: its caller may have aborted it
         return running
 
-    def _send_home(self) -> None:
+    def _dispatch_sticky(self) -> None:
         now = asyncio.get_running_loop().time()
         for pending in self._waiting.later_turns(foreground_only=self._foreground_only):
-            if (home := self._at_home.home_with_room(pending, self._avoided(pending))) is not None:
+            if (home := self._sticky.sticky_replica(pending, self._avoided(pending))) is not None:
                 self._waiting.discard(pending)
                 self._dispatch(pending, self._links[home], now)
 
     def waits_for_home(self, pending: PendingRequest) -> bool:
-        """Not yet to run elsewhere (`home_waits.py`). Beside a validation that yields, every slot must do for it."""
-        return not self._waiting.foreground_yields and self._at_home.waits(pending, self._avoided(pending))
+        """Not yet to run elsewhere (`sticky_routing.py`). Beside a validation that yields, any slot must do for it."""
+        return not self._waiting.foreground_yields and self._sticky.waits(pending, self._avoided(pending))
 
     def _avoided(self, pending: PendingRequest) -> Collection[str]:
         """Live replicas that failed this request: it goes to another one while there is one."""

@@ -107,12 +107,12 @@ class AsyncLLMServerManager(RequestDispatch):
         if not self._links and not self._expected:
             await self.wait_failed()  # raises: the loss of the last one has set the failure
 
-    async def set_aside(self, aside: bool) -> None:
+    async def pause_training(self, paused: bool) -> None:
         """True: background requests stop, keeping their tokens, and only foreground ones run (validation). False:
         background requests continue.
         """
-        self._foreground_only = aside
-        if aside:
+        self._foreground_only = paused
+        if paused:
             self._waiting.foreground_yields = False
             background = [a for a in self._all_in_flight() if not a.request.foreground]
             await self._stop_running(background)
@@ -121,18 +121,18 @@ class AsyncLLMServerManager(RequestDispatch):
 
     async def _stop_running(self, attempts: Sequence[Attempt]) -> None:
         """They stop where they run; their requests keep the tokens and go on when they may."""
-        running = self._put_aside(attempts)
+        running = self._preempt(attempts)
         self._pump()  # what was in an outbox has left its slot at once
         await self._end_on_servers(running)
 
     def yield_foreground(self, yields: bool) -> None:
-        """True: foreground requests take only the slots that no background request wants, until `set_aside` calls for
-        their end, or False.
+        """True: foreground requests take only the slots that no background request wants, until `pause_training` calls
+        for their end, or False.
         """
         self._waiting.foreground_yields = yields and not self._foreground_only
         self._pump()
 
-    def overlooked(self) -> list[tuple[str, str]]:
+    def idle_slot_violations(self) -> list[tuple[str, str]]:
         """(request, replica) pairs where a request waits though the replica has a free slot for it. Between two events
         there are none: invariant 10, which the simulator checks.
         """

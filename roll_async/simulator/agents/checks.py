@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from roll_async.agents.play import state_key
+from roll_async.agents.episode import state_key
 from roll_async.schema import Group, Outcome, Prompt, Sample, SamplingParams, Turn, cut_runs
 from roll_async.simulator.agents.texts import TraceTexts
 from roll_async.simulator.agents.worlds import Fates, Fault, WorldId

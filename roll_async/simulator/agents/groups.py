@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
-from roll_async.agents.play import PlayOptions
+from roll_async.agents.episode import EpisodeOptions
 from roll_async.agents.session import SessionOptions
 from roll_async.agents.tools.toolbox import function, toolbox_of
 from roll_async.agents.worlds import AgentParts, TagPlan, WorldRunner
@@ -86,7 +86,7 @@ class AgentTasks:
                 max_seconds=model.max_seconds,
                 windowed=model.windowed,
             ),
-            play=PlayOptions(max_turns=model.max_turns, windowed=model.windowed),
+            play=EpisodeOptions(max_turns=model.max_turns, windowed=model.windowed),
             toolbox=toolbox_of(boxed, timeout_s=0.0 if tools is None else tools.timeout_s),
             max_concurrent=model.max_concurrent,
         )

@@ -10,8 +10,8 @@ import time
 import pytest
 from aiohttp import web
 
+from roll_async.agents.episode import run_agent
 from roll_async.agents.gateway.server import PolicyGateway
-from roll_async.agents.play import run_agent
 from roll_async.agents.processes.external import PASSED_ON, SUPERVISOR, HttpAgent, result_of
 from roll_async.agents.processes.supervisor import _KEPT_BYTES, Output
 from roll_async.agents.protocol import Task, is_agent

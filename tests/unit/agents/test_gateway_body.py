@@ -17,7 +17,7 @@ from roll_async.agents.gateway.bounds import (
     MAX_VALUES,
 )
 from roll_async.agents.gateway.fields import Use, page
-from roll_async.agents.limited_turns import BadRequest
+from roll_async.agents.turn_handler import BadRequest
 
 USER = {"role": "user", "content": "hello"}
 SMALLEST = {

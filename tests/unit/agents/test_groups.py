@@ -13,15 +13,15 @@ import aiohttp
 import pytest
 
 from roll_async.agents.counts import AgentCounts
+from roll_async.agents.episode import EpisodeOptions
 from roll_async.agents.gateway.server import PolicyGateway
-from roll_async.agents.limited_turns import TrajectoryEnded
 from roll_async.agents.messages import Message, TurnRequest
-from roll_async.agents.play import PlayOptions
 from roll_async.agents.protocol import Ending
 from roll_async.agents.rendering import TemplateRenderer
 from roll_async.agents.session import SessionOptions
 from roll_async.agents.tasks import Tasks, task_of
 from roll_async.agents.tools.toolbox import ToolSpec, open_tools, toolbox_of
+from roll_async.agents.turn_handler import TrajectoryEnded
 from roll_async.agents.worlds import AgentParts, TagPlan, WorldRunner
 from roll_async.buffer.group_codec import decode_group, encode_group
 from roll_async.envs.pool import WorldPool
@@ -95,7 +95,7 @@ class Manager:
             assert sum(sample.loss_mask) == sum(turn.num_tokens for turn in sample.turns)
 
 
-PLAY = {field.name for field in fields(PlayOptions)}
+PLAY = {field.name for field in fields(EpisodeOptions)}
 
 
 def run_groups(tokenizer, work, *, env_type, values=None, say=None, tools=(), manager=None, **options):
@@ -126,7 +126,7 @@ def run_groups(tokenizer, work, *, env_type, values=None, say=None, tools=(), ma
                     max_context=3000,
                     windowed=plan_options.get("windowed", False),
                 ),
-                play=PlayOptions(**{"max_turns": turns, **plan_options}),
+                play=EpisodeOptions(**{"max_turns": turns, **plan_options}),
                 toolbox=toolbox_of(await open_tools(tools, stack), timeout_s=5),
                 agent=build(spec) if is_agent(env_type) else None,
             )

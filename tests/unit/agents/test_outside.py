@@ -18,8 +18,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from roll_async.agents.episode import EpisodeOptions
 from roll_async.agents.gateway.server import PolicyGateway
-from roll_async.agents.play import PlayOptions
 from roll_async.agents.protocol import AgentResult
 from roll_async.agents.rendering import TemplateRenderer
 from roll_async.agents.session import SessionOptions
@@ -412,7 +412,7 @@ def played(tokenizer, drawn, texts, tell):
             tag: TagPlan(
                 spec=WorldSpec(env_type=f"outspoken.{kind}", values={}),
                 session=SessionOptions(sampling=sampling, max_seconds=300, **limits),
-                play=PlayOptions(max_turns=4),
+                play=EpisodeOptions(max_turns=4),
                 toolbox=toolbox_of([outspoken.Tool()], timeout_s=30),
                 agent=outspoken.Agent(gateway, AgentResult(reward=0.5)) if tag == "agent" else None,
             )

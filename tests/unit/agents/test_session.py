@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from roll_async.agents.limited_turns import BadRequest, TrajectoryEnded, TurnHandler
 from roll_async.agents.messages import Message, TurnReply, TurnRequest
 from roll_async.agents.rendering import TemplateRenderer
+from roll_async.agents.turn_handler import BadRequest, TrajectoryEnded, TurnHandler
 from roll_async.prompts.tool_calls import HERMES, ToolCall
 from roll_async.rollout.trace_tree import TraceTree
 from roll_async.schema import Completion, Outcome, Reward, SamplingParams
@@ -378,7 +378,7 @@ def test_remembered_replies_are_bounded_in_number_and_in_size(request_of):
     class Saying(TurnHandler):
         asked = 0
 
-        async def _sampled(self, request, started_s):
+        async def _sample_turn(self, request, started_s):
             self.asked += 1
             text = request.messages[0].content
             counts = {"prompt_tokens": 1, "completion_tokens": 1}

@@ -665,7 +665,7 @@ def test_the_fingerprint_of_an_earlier_version_compares_with_nothing():
 def test_a_starved_trainer_says_why_by_its_own_clock_though_groups_come_and_go(run, caplog):
     async def go():
         queue = make_queue(batch_timeout_s=30.0)
-        queue.trouble = lambda: "no engine is there"
+        queue.stall_diagnosis = lambda: "no engine is there"
         taking = asyncio.ensure_future(queue.take_batch(1))
         for _ in range(100):  # every few seconds a group is filtered: something always moves
             (slot, *_) = await queue.reserve(1)

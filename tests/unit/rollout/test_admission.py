@@ -17,10 +17,10 @@ from roll_async.rollout.dispatch.admission import (
     ReplicaAdmission,
     RunningRequest,
 )
-from roll_async.rollout.dispatch.home_waits import PATIENCE_S
 from roll_async.rollout.dispatch.manager_options import ManagerOptions
 from roll_async.rollout.dispatch.replica_link import ReplicaLink
 from roll_async.rollout.dispatch.requests import PendingRequest
+from roll_async.rollout.dispatch.sticky_routing import PATIENCE_S
 from roll_async.rollout.dispatch.waiting import WaitingRequests
 from roll_async.simulator.clock import run_virtual
 from tests.unit.conftest import make_request
@@ -225,7 +225,7 @@ def test_a_manager_sends_what_the_cache_has_room_for_and_the_rest_later(managed,
         async with managed(replica, max_concurrent_per_server=64, admission="kv") as manager:
             tasks = start(manager, [make_request(f"r{i}", prompt=range(40), tokens=400) for i in range(30)])
             await asyncio.sleep(0.1)
-            assert 1 <= manager.stats().in_flight < 12 and not manager.overlooked()
+            assert 1 <= manager.stats().in_flight < 12 and not manager.idle_slot_violations()
             await asyncio.gather(*tasks)
 
     run_virtual(main())
@@ -344,7 +344,7 @@ def test_a_later_turn_waits_for_the_replica_that_has_its_prefix_but_not_for_ever
             (away,) = [r for k in manager.links if k.name != home for r in k.in_flight.values()]
             await manager.abort([away.request.request.request_id])
             await asyncio.sleep(0.05)
-            assert not turn.done() and not manager.overlooked()
+            assert not turn.done() and not manager.idle_slot_violations()
             assert (await turn).replica != home and loop.time() - at_s >= PATIENCE_S
             for task in blockers:
                 task.cancel()

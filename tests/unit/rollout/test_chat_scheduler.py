@@ -549,7 +549,7 @@ def test_validation_scores_each_prompt_once_in_order_and_leaves_out_what_failed(
     async def go():
         scorer = scorer_class(lambda p, s: ConnectionError("down") if p.row_id == "1" else float(p.row_id))
         async with scheduling([replica_class("a")], scorer, scoring=ScoringOptions(outage_patience_s=0)) as scheduler:
-            await scheduler.manager.set_aside(True)
+            await scheduler.manager.pause_training(True)
             prompts = [build.prompt(row_id=str(i)) for i in range(4)]
             answered = await scheduler.validate(prompts, SamplingParams(max_new_tokens=3), name="step 5")
             assert [p.row_id for p, _ in answered] == ["0", "2", "3"]

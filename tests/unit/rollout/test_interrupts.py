@@ -309,7 +309,7 @@ def test_validation_sets_training_requests_aside_and_they_go_on_afterwards(run, 
         async with managed(replica, max_concurrent_per_server=2) as manager:
             tasks = start(manager, [make(f"r{i}") for i in range(3)])
             await asyncio.sleep(3.5)
-            await manager.set_aside(True)
+            await manager.pause_training(True)
             questions = start(manager, [make(f"v{i}", tokens=4) for i in range(2)], foreground=True)
             before = asyncio.get_running_loop().time()
             assert all(list(c.token_ids) == WHOLE[:4] for c in await asyncio.gather(*questions))
@@ -317,7 +317,7 @@ def test_validation_sets_training_requests_aside_and_they_go_on_afterwards(run, 
             assert not any(t.done() for t in tasks)
             await asyncio.sleep(20)
             assert not any(t.done() for t in tasks), "they wait until they are called back"
-            await manager.set_aside(False)
+            await manager.pause_training(False)
             assert all(list(c.token_ids) == WHOLE for c in await asyncio.gather(*tasks))
 
     run(go())
@@ -339,12 +339,12 @@ def test_a_validation_gets_the_slot_of_what_had_not_been_sent_yet(run, replica_c
             await asyncio.sleep(1)
             (validation,) = start(manager, [make("v")], foreground=True)
             await asyncio.sleep(1)
-            aside = asyncio.create_task(manager.set_aside(True))
+            aside = asyncio.create_task(manager.pause_training(True))
             await asyncio.sleep(1)
-            assert manager.overlooked() == []
+            assert manager.idle_slot_violations() == []
             await aside
             assert list((await validation).token_ids) == WHOLE
-            await manager.set_aside(False)
+            await manager.pause_training(False)
             assert [list(c.token_ids) for c in await asyncio.gather(*training)] == [WHOLE] * 2
 
     run(go())
@@ -380,7 +380,7 @@ def test_a_validation_that_yields_uses_free_slots_only_and_gives_them_back(run, 
             assert loop.time() - began == pytest.approx(10, abs=0.1), "they waited for no validation request"
             assert not any(q.done() for q in questions)
             await asyncio.sleep(3)  # a third training request and one validation request
-            manager_waits = asyncio.create_task(manager.set_aside(True))
+            manager_waits = asyncio.create_task(manager.pause_training(True))
             assert all(list(c.token_ids) == WHOLE for c in await asyncio.gather(*questions))
             await manager_waits
             assert loop.time() - began == pytest.approx(13 + 6, abs=0.2), "4 of the 10 tokens were kept"
@@ -388,7 +388,7 @@ def test_a_validation_that_yields_uses_free_slots_only_and_gives_them_back(run, 
             manager.yield_foreground(True)  # of no effect while the training is set aside
             (last,) = start(manager, [make("v9", tokens=2)], foreground=True)
             await last
-            await manager.set_aside(False)
+            await manager.pause_training(False)
             assert list((await tasks[2]).token_ids) == WHOLE
 
     run(go())

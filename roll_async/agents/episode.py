@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from roll_async.agents.limited_turns import BadRequest, TrajectoryEnded
 from roll_async.agents.messages import Message, TurnReply, TurnRequest
 from roll_async.agents.protocol import AgentResult, Ending, Endpoint, Task
 from roll_async.agents.session import Session
+from roll_async.agents.turn_handler import BadRequest, TrajectoryEnded
 from roll_async.config.prompt_templates import RULES, filled, names_in
 from roll_async.envs.protocol import GraderFailed, LiveWorld, Observation, WorldFailed
 from roll_async.observe.outside import OutsideError, asked, encodable, message_of, number, place_of, text_of
@@ -34,7 +34,7 @@ _MOST_METRICS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlayOptions:
+class EpisodeOptions:
     """How a world is presented to the policy."""
 
     max_turns: int
@@ -57,7 +57,7 @@ class PlayOptions:
 class WorldEpisode:
     """The course of one trajectory in a world."""
 
-    def __init__(self, session: Session, world: LiveWorld, toolbox: Toolbox, options: PlayOptions) -> None:
+    def __init__(self, session: Session, world: LiveWorld, toolbox: Toolbox, options: EpisodeOptions) -> None:
         self._session, self._world, self._toolbox, self._options = session, world, toolbox, options
         self._world_tools: dict[str, Mapping[str, object]] = {}
         self._row_tools = RowTools()
@@ -66,7 +66,7 @@ class WorldEpisode:
         """Since the beginning; windowed: of the present turn of the world."""
         self._history: list[tuple[str, str]] = []
         self._frames: list[tuple[str, ...]] = []
-        self._story: list[tuple[str, str]] = []
+        self._transcript: list[tuple[str, str]] = []
         self._instructions = ""
         self._solved: bool | None = None
 
@@ -80,7 +80,7 @@ class WorldEpisode:
                 if self._session.num_turns >= self._options.max_turns:
                     return self._end(Outcome.TRUNCATED_TURNS, f"{self._options.max_turns} turns")
                 reply = await self._session.turn(self._request())
-                observation = await self._take(reply, observation)
+                observation = await self._apply_reply(reply, observation)
             # gymnasium lets a step say both: then it ended by itself.
             if observation.truncated and not observation.terminated:
                 return self._end(Outcome.TRUNCATED_TURNS, "the world ended it")
@@ -103,31 +103,31 @@ class WorldEpisode:
             system = "" if self._options.places_rules(self._options.turn_template, system=False) else self._instructions
         if system:
             self._system = [Message(role="system", content=system)]
-            self._story.append(("system", system))
+            self._transcript.append(("system", system))
         try:
             self._row_tools = parse_tools(observation.info.get("tool_names"), observation.info.get("tool_arguments"))
             self._world_tools = {name_of(tool): tool for tool in (offered if isinstance(offered, list) else ())}
         except ValueError as error:
             raise WorldFailed(f"reset: {error}") from error
-        self._show(observation)
+        self._append_observation(observation)
 
-    def _show(self, observation: Observation) -> None:
+    def _append_observation(self, observation: Observation) -> None:
         """Append the observation as the next message."""
-        self._look(observation)
-        text = self._worded(observation)
+        self._update_state(observation)
+        text = self._render_observation(observation)
         if self._options.windowed:
             self._messages = []
         self._messages.append(Message(role="user", content=text))
-        self._story.append(("user", text))
+        self._transcript.append(("user", text))
 
-    def _look(self, observation: Observation) -> None:
+    def _update_state(self, observation: Observation) -> None:
         frame = observation.info.get("frame")
         if isinstance(frame, list):
             self._frames.append(tuple(str(line)[:_FRAME] for line in frame[:_FRAME]))
         if "solved" in observation.info:
             self._solved = bool(observation.info["solved"])
 
-    def _worded(self, observation: Observation) -> str:
+    def _render_observation(self, observation: Observation) -> str:
         """The user message. Rules that no template places stand before the first one of a text."""
         options, values = self._options, self._values(observation)
         text = f"{values['history']}\n{observation.text}" if values["history"] else observation.text
@@ -162,11 +162,11 @@ class WorldEpisode:
         tools = (*self._toolbox.offered(self._row_tools), *self._world_tools.values())
         return TurnRequest(messages=(*self._system, *self._messages), tools=tools)
 
-    async def _take(self, reply: TurnReply, observation: Observation) -> Observation:
+    async def _apply_reply(self, reply: TurnReply, observation: Observation) -> Observation:
         """Continue after a turn: with results of tools, or with the world's next observation."""
         tree = self._session.tree
         tree.judge(reply.node, state=state_key(observation.state))
-        self._story.append(("assistant", reply.text))
+        self._transcript.append(("assistant", reply.text))
         has_tools = bool(self._toolbox.schemas or self._world_tools)
         if has_tools and (reply.tool_calls or reply.problems):
             return await self._call(reply, observation)
@@ -176,10 +176,10 @@ class WorldEpisode:
         if not self._options.windowed:
             self._messages.append(reply.message)
         if after.ended:
-            self._look(after)
-            self._story.append(("user", after.text))
+            self._update_state(after)
+            self._transcript.append(("user", after.text))
         else:
-            self._show(after)
+            self._append_observation(after)
         return after
 
     async def _call(self, reply: TurnReply, observation: Observation) -> Observation:
@@ -193,11 +193,11 @@ class WorldEpisode:
             said = answers.get(id(call))
             if said is None and not observation.ended:
                 observation = await self._step(reply.node, _as_text(call))
-                self._look(observation)
+                self._update_state(observation)
                 said = observation.text
             if said is not None:
                 self._messages.append(Message(role="tool", content=said, call_id=call.call_id))
-                self._story.append(("tool", said))
+                self._transcript.append(("tool", said))
         return observation
 
     async def _step(self, node: int, action: str) -> Observation:
@@ -218,7 +218,7 @@ class WorldEpisode:
             reward=self._total(),
             reason=reason,
             metrics={"acc": float(solved), "turns": float(self._session.num_turns)},
-            story=tuple(self._story),
+            story=tuple(self._transcript),
             frames=tuple(self._frames),
         )
 
@@ -267,14 +267,16 @@ async def run_agent(
         if session.ended is not None and not solved and session.ended.outcome.is_trusted:
             outcome = session.ended.outcome
         metrics = {**result.metrics, "acc": float(solved), **turns}
-        return Ending(outcome=outcome, reward=result.reward, metrics=metrics, story=_story(session))
+        return Ending(outcome=outcome, reward=result.reward, metrics=metrics, story=_transcript(session))
     if session.ended is not None and session.ended.outcome.is_trusted:
         metrics = {"acc": 0.0, **turns}
-        return Ending(outcome=session.ended.outcome, reason=str(session.ended), metrics=metrics, story=_story(session))
+        return Ending(
+            outcome=session.ended.outcome, reason=str(session.ended), metrics=metrics, story=_transcript(session)
+        )
     return Ending(outcome=Outcome.AGENT_ERROR, reason=reason)
 
 
-def _story(session: Session) -> tuple[tuple[str, str], ...]:
+def _transcript(session: Session) -> tuple[tuple[str, str], ...]:
     """(role, text) of the messages of the newest request, and its reply."""
     messages, said = session.newest
     shown = ((m.role, HERMES.write(m.content, m.tool_calls)) for m in messages)

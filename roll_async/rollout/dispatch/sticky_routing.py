@@ -14,7 +14,7 @@ it may wait behind answers of any length.
 """
 
 
-class HomeWaits:
+class StickyRouting:
     """Where the KV cache limits the requests of a replica. Where their number alone does, a later turn goes to its
     replica at once and waits in the engine.
     """
@@ -24,7 +24,7 @@ class HomeWaits:
         self._choice, self._pump, self._by_kv = choice, pump, by_kv
         self._timer: asyncio.TimerHandle | None = None
 
-    def home_with_room(self, pending: PendingRequest, avoided: Collection[str]) -> str | None:
+    def sticky_replica(self, pending: PendingRequest, avoided: Collection[str]) -> str | None:
         """The replica that a later turn goes to now."""
         assert pending.conversation is not None
         home = self._choice.home(pending.conversation, avoided)

@@ -1,6 +1,6 @@
 """Turns of one trajectory within its limits, each answered once, whoever answers them.
 
-    request --known key? the first reply--> limits --> `_sampled` of the sub-class --> reply
+    request --known key? the first reply--> limits --> `_sample_turn` of the sub-class --> reply
 
 `agents/session.py` answers with the engines of a run or of `serve-policy`, `agents/processes/remote.py` with a remote
 API.
@@ -52,7 +52,7 @@ class TurnHandler(ABC):
         self._started_s: float | None = None
 
     @abstractmethod
-    async def _sampled(self, request: TurnRequest, started_s: float) -> TurnReply:
+    async def _sample_turn(self, request: TurnRequest, started_s: float) -> TurnReply:
         """Answer one request that no limit forbids. Raises BadRequest for one that is not counted."""
 
     async def count_tokens(self, request: TurnRequest) -> int:
@@ -92,7 +92,7 @@ class TurnHandler(ABC):
         except asyncio.CancelledError:
             # `end` cancelled the turn, and nobody this caller.
             if running.cancelled() and self.ended is not None:
-                raise self._over() from None
+                raise self._end_error() from None
             raise
 
     def _ended(self, key: str | None, turn: asyncio.Future[TurnReply]) -> None:
@@ -129,30 +129,30 @@ class TurnHandler(ABC):
     async def _limited(self, request: TurnRequest) -> TurnReply:
         loop = asyncio.get_running_loop()
         if self.ended is not None:
-            raise self._over()
+            raise self._end_error()
         if self._started_s is None:
             self._started_s = loop.time()
         if self._num_turns >= self._max_turns:
-            raise self._ends(Outcome.TRUNCATED_TURNS, f"the limit of {self._max_turns} turns is reached")
+            raise self._end_with(Outcome.TRUNCATED_TURNS, f"the limit of {self._max_turns} turns is reached")
         # Before anything is awaited: turns that overlap must not pass the limit together.
         self._num_turns += 1
         try:
             # One deadline for all turns, counted from the first.
             async with asyncio.timeout_at(self._started_s + self._max_seconds) as limit:
-                return await self._sampled(request, loop.time())
+                return await self._sample_turn(request, loop.time())
         except BadRequest:
             self._num_turns -= 1
             raise
         except TimeoutError:
             if not limit.expired():  # a time-out of something inside
                 raise
-            raise self._ends(Outcome.TRUNCATED_TIME, f"the limit of {self._max_seconds:g} s is reached") from None
+            raise self._end_with(Outcome.TRUNCATED_TIME, f"the limit of {self._max_seconds:g} s is reached") from None
 
-    def _ends(self, outcome: Outcome, reason: str) -> TrajectoryEnded:
+    def _end_with(self, outcome: Outcome, reason: str) -> TrajectoryEnded:
         self.stop(outcome, reason)
-        return self._over()
+        return self._end_error()
 
-    def _over(self) -> TrajectoryEnded:
+    def _end_error(self) -> TrajectoryEnded:
         assert self.ended is not None
         # A new one: an exception raised twice keeps the frames of the first time.
         return TrajectoryEnded(self.ended.outcome, str(self.ended))
