@@ -37,7 +37,7 @@ _MAX_CRASHES = 2  # a worker may die of another sample's memory; twice is this s
 _START_S = 120.0
 """Importing a reward's libraries on a busy machine."""
 _ANSWER_LIMIT_BYTES = 16 << 20
-_PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
+_PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
 """A script in a checkout finds the package by its own path; its workers must find the same one."""
 _KEPT_ENVIRONMENT = (
     "PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "HOME", "TMPDIR", "VIRTUAL_ENV", "ROLL_ASYNC_RUN",
