@@ -72,7 +72,7 @@ class StepRecord:
     def staleness(self) -> int:
         """Of the step: that of its oldest trained token."""
         # t - 1 - v: step t starts from the weights of version t - 1, and version v sampled the token. At most
-        # M = max_versions by the proof in `buffer/staleness.py`; only policy token_mask batches older tokens, and
+        # M = max_versions by the proof in `config/staleness.py`; only policy token_mask batches older tokens, and
         # none of them in the loss. 0 with r = async_generation_ratio = 0 and k = trigger_parameter_sync_step = 1.
         return self.ages.max_versions
 

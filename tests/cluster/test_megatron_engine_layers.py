@@ -141,7 +141,7 @@ def test_half_an_install_is_hidden_from_megatron_and_its_error_is_the_reason(tmp
     package.mkdir()
     (package / "__init__.py").write_text("raise RuntimeError('Found empty `transformer-engine` meta package')\n")
     script = (
-        "from roll_async.trainer.megatron import engine_import\n"
+        "from roll_async.trainer.megatron.state import engine_import\n"
         "print(engine_import.problem())\n"
         "try:\n    import transformer_engine\nexcept ImportError:\n    print('hidden')\n"
     )

@@ -1,4 +1,4 @@
-"""The tasks of a simulated run, and the source that makes groups of them: answers to prompts, or (`agents/groups.py`)
+"""The tasks of a simulated run, and the source that makes groups of them: answers to prompts, or (`agents/worlds.py`)
 trajectories in worlds.
 """
 
