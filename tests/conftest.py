@@ -19,3 +19,29 @@ def pytest_collection_finish():
     """Later collections leave out the hundreds of thousands of objects of imported libraries and collected tests."""
     gc.collect()
     gc.freeze()
+
+
+LONG = (
+    # Hosts, roles that die, services and folders: each starts whole runs.
+    "cluster/test_two_hosts.py", "cluster/test_run_lineage.py", "cluster/test_elastic.py", "cluster/test_placement.py",
+    "cluster/test_service_outage.py", "cluster/test_engine_processes.py", "cluster/test_first_command.py",
+    "service/test_math_verify_service.py", "unit/test_from_anywhere.py",
+    # Every loss, estimator, family, layout and engine beyond the ones that `make test` runs.
+    "cluster/test_algorithms_wired.py", "cluster/test_adapter_push.py", "cluster/test_vllm_experts.py",
+    "cluster/test_router_replay.py", "cluster/test_megatron_parity.py", "cluster/test_megatron_checkpoints.py",
+    "cluster/test_megatron_engine_layers.py", "cluster/test_megatron_partial_training.py", "cluster/test_apex.py",
+    "cluster/test_kv_cache_load.py", "cluster/test_sglang_run.py", "cluster/test_sglang_over_nodes.py",
+    # Tools, worlds by the hundred, and every wire of every key.
+    "cluster/test_gpu_suite.py", "simulator/test_invariants.py", "simulator/test_mutants.py",
+    "unit/config/test_no_inert_key.py",
+    # Runs that are killed, and one on real rows.
+    "cluster/test_rlvr_runs.py::test_a_run_goes_on", "cluster/test_rlvr_runs.py::test_real_gsm8k", "cluster/test_fully_async.py::test_a_run_whose_driver",
+)  # fmt: skip
+"""The long series, by the beginning of a test's id: `make test-all` runs them, `make test` leaves them out."""
+
+
+def pytest_collection_modifyitems(items):
+    """Mark the long series in one place, where their sum is seen."""
+    for item in items:
+        if item.nodeid.removeprefix("tests/").startswith(LONG):
+            item.add_marker(pytest.mark.long)

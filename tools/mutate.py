@@ -81,7 +81,7 @@ TESTS: dict[str, tuple[str, ...]] = {
             f"{UNIT}/agents",
             f"{UNIT}/simulator/test_agent_worlds.py",
         )
-        for name in ("session", "trace_tree", "rendering", "messages", "limited_turns", "policies")
+        for name in ("session", "rendering", "messages", "turn_handler", "policies")
     },
     "agents/": (f"{UNIT}/agents/test_groups.py", f"{UNIT}/agents", f"{UNIT}/simulator/test_agent_worlds.py"),
     "algorithms/advantages.py": (f"{UNIT}/algorithms/test_worked_advantages.py", *_ALGORITHMS),
@@ -101,11 +101,12 @@ TESTS: dict[str, tuple[str, ...]] = {
 name runs before them.
 """
 GENERATED_FROM = (
-    "rollout/*.py", "buffer/*.py", "weight_sync/push.py",
+    "rollout/*.py", "rollout/dispatch/*.py", "rollout/filters/*.py", "buffer/*.py", "weight_sync/push.py",
     "weight_sync/layout.py", "weight_sync/digest.py",
     "pipelines/rlvr.py", "pipelines/wire.py", "pipelines/validation.py",
     "trainer/learner.py", "trainer/collate.py", "trainer/credit.py", "inference/engine_host.py",
-    "inference/stop_strings.py", "agents/*.py", "agents/gateway/*.py", "agents/tools/*.py", "algorithms/*.py",
+    "inference/stop_strings.py", "agents/*.py", "agents/gateway/*.py", "agents/processes/*.py",
+    "agents/tools/*.py", "algorithms/*.py",
 )  # fmt: skip
 _SIMULATED = ("rollout/", "buffer/", "weight_sync/", "pipelines/", "trainer/", "inference/", "agents/worlds.py",
               "agents/episode.py", "agents/session.py", "agents/turn_handler.py", "rollout/trace_tree.py")  # fmt: skip

@@ -35,7 +35,10 @@ def prepare_environment(settings: EngineSettings) -> None:
         refuse_unknown_release("sglang")  # of that folder: nobody could find it before
         cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
         ranks = settings.tensor_parallel_size * settings.pipeline_parallel_size
-        os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join([cores] * ranks))  # else one rank a socket
+        # Without it one rank a socket. A list for another number of ranks is that of an engine which this process, or
+        # the one that started it, had before: SGLang's ranks would die at their start.
+        if len(os.environ.get("SGLANG_CPU_OMP_THREADS_BIND", "").split("|")) != ranks or ranks == 1:
+            os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join([cores] * ranks)
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # where cores are shared, waiting for a second thread costs more
         return
     os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)  # what Megatron needs serialises an engine's streams

@@ -36,7 +36,7 @@ def test_output_of_a_process_and_of_its_children_and_its_log_are_appended_to_the
 def role_constructors() -> dict[str, ast.FunctionDef]:
     """`__init__` of every class that Ray runs in a process of its own, by name."""
     found = {}
-    for path in (PACKAGE / "cluster").glob("*.py"):
+    for path in (PACKAGE / "cluster").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef) and any("ray.remote" in ast.unparse(d) for d in node.decorator_list):
                 found[node.name] = next(f for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "__init__")

@@ -204,7 +204,8 @@ def agentic_settings_of(config: AgenticConfig) -> dict[str, object]:
                 "renderer": built.renderer, "silence_s": built.silence_s, "book": built.tell.__self__._folder,
                 "worlds": _plain(built.worlds), "validation_worlds": _plain(built.validation_worlds),
                 "rollout.worlds": _plain(alone.worlds),
-                "limits": [(p.max_worlds, p.max_validation_worlds, p.trains) for p in (built, alone)],
+                "limits": [(p.max_worlds, p.trains) for p in (built, alone)],
+                "validation_limits": [p.max_validation_worlds for p in (built, alone)],
             }  # fmt: skip
             for tag, plan in built.tags.items():
                 tools = [_plain(call.func.__self__) for call in plan.toolbox._functions.values()]
