@@ -35,7 +35,8 @@ LONG = (
     "cluster/test_gpu_suite.py", "simulator/test_invariants.py", "simulator/test_mutants.py",
     "unit/config/test_no_inert_key.py",
     # Runs that are killed, and one on real rows.
-    "cluster/test_rlvr_runs.py::test_a_run_goes_on", "cluster/test_rlvr_runs.py::test_real_gsm8k", "cluster/test_fully_async.py::test_a_run_whose_driver",
+    "cluster/test_rlvr_runs.py::test_a_run_goes_on", "cluster/test_rlvr_runs.py::test_real_gsm8k",
+    "cluster/test_fully_async.py::test_a_run_whose_driver",
 )  # fmt: skip
 """The long series, by the beginning of a test's id: `make test-all` runs them, `make test` leaves them out."""
 
