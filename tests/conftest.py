@@ -31,10 +31,14 @@ LONG = (
     "cluster/test_router_replay.py", "cluster/test_megatron_parity.py", "cluster/test_megatron_checkpoints.py",
     "cluster/test_megatron_engine_layers.py", "cluster/test_megatron_partial_training.py", "cluster/test_apex.py",
     "cluster/test_kv_cache_load.py", "cluster/test_sglang_run.py", "cluster/test_sglang_over_nodes.py",
+    "cluster/test_megatron_families.py", "cluster/test_replica_samples.py",
     # Tools, worlds by the hundred, and every wire of every key.
     "cluster/test_gpu_suite.py", "simulator/test_invariants.py", "simulator/test_mutants.py",
-    "unit/config/test_no_inert_key.py",
-    # Runs that are killed, and one on real rows.
+    "simulator/test_tables.py", "unit/config/test_no_inert_key.py", "unit/config/test_config_properties.py",
+    "unit/test_documented_commands.py", "service/test_service_client.py", "cluster/test_ray_runtime.py",
+    # Runs and roles that are killed, and one on real rows.
+    "cluster/test_hung_roles.py", "cluster/test_modes.py::test_an_engine_that_is_killed",
+    "cluster/test_fully_async.py::test_the_program_typed",
     "cluster/test_rlvr_runs.py::test_a_run_goes_on", "cluster/test_rlvr_runs.py::test_real_gsm8k",
     "cluster/test_fully_async.py::test_a_run_whose_driver",
 )  # fmt: skip
