@@ -443,6 +443,9 @@ def _own_loss(path: str) -> Callable[..., tuple[Tensor, Metrics]]:
         )
         per_token, metrics = function(cleaned, options.given)
         check_shape(per_token, terms.mask, f"algorithm.pg_variant: the loss of {path}")
+        for name in metrics:
+            if name.endswith(("_max", "_min")):  # `merge_metrics` would take the largest of sums
+                raise ValueError(f"algorithm.pg_variant: metric {name} of {path} is a mean; end it in another word")
         return _finish(per_token, terms, _token_ratio(terms), {f"policy/{key}": x for key, x in metrics.items()})
 
     return loss

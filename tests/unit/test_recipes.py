@@ -1,13 +1,17 @@
 """The recipes of CONTRIBUTING for a user's own code, typed into a folder outside the checkout."""
 
+import math
 import re
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from roll_async.agents.protocol import is_agent
+from roll_async.algorithms.advantages import AdvantageInputs, estimator_function
 from roll_async.algorithms.own_code import unusable_code
+from roll_async.algorithms.policy_losses import PolicyLossInputs, policy_loss_function
 from roll_async.config.api import ConfigError, load
 from roll_async.config.user_code import search_beside
 from roll_async.config.yaml.emit import dump
@@ -91,6 +95,38 @@ def test_world_tool_and_agent_are_built_with_their_settings(typed):
     assert is_agent(worlds["Question"]["env_type"]) and not is_agent(worlds["Guess"]["env_type"])
 
 
+def test_the_options_in_the_file_are_those_that_loss_and_estimator_compute_with(typed):
+    def of(**changes):
+        algorithm = {**recipe("my_loss")["algorithm"], **recipe("my_estimator")["algorithm"], **changes}
+        return load(typed(RLVR, {"algorithm": algorithm})).algorithm
+
+    mask, ahead = torch.ones(2, 1, dtype=torch.bool), torch.full((2, 1), math.log(2.0))
+    inputs = PolicyLossInputs(
+        logprobs=ahead, proximal_logprobs=0 * ahead, behaviour_logprobs=0 * ahead, advantages=0 * ahead + 1, mask=mask,
+        scores=torch.tensor([1.0, 0.0]),
+    )  # fmt: skip
+    for width in (0.1, 0.3):
+        algorithm = of(pg_options={"width": width})
+        loss, metrics = policy_loss_function(algorithm.pg_variant)(inputs, options=algorithm.pg_options)
+        bent = 1 + width * math.tanh(1 / width)  # at a ratio of 2
+        assert loss.flatten().tolist() == pytest.approx([-bent] * 2)
+        assert float(metrics["policy/bent"]) == pytest.approx(2 * (2 - bent)), "a sum, over which the mean is taken"
+    rows = AdvantageInputs(scores=inputs.scores, mask=mask, group_index=torch.zeros(2, dtype=torch.long))
+    for scale in (1.0, 2.0):
+        algorithm = of(adv_options={"scale": scale})
+        advantages, _ = estimator_function(algorithm.adv_estimator)(rows, given=algorithm.adv_options.given)
+        assert advantages.flatten().tolist() == pytest.approx([scale / 2, -scale / 2])
+
+
+def test_an_own_loss_against_the_engines_logprobs_is_not_corrected_a_second_time(typed):
+    loss = recipe("my_loss")["algorithm"]
+    plain = load(typed(RLVR, {"algorithm": loss})).algorithm
+    carried = {**loss, "pg_options": {**loss["pg_options"], "ratio_base": "behaviour"}}
+    against = load(typed(RLVR, {"algorithm": carried})).algorithm
+    assert plain.correction.weight_level == "token" and against.correction.weight_level == "none"
+    assert "ratio_base" not in against.pg_options.given
+
+
 @pytest.mark.parametrize(
     ("body", "told"),
     [
@@ -98,6 +134,7 @@ def test_world_tool_and_agent_are_built_with_their_settings(typed):
         ("return inputs.advantages, {}", "has no gradient"),
         ("return inputs.logprobs / 0, {}", "is not finite"),
         ("return inputs.logprobs * inputs.nothing, {}", "has no attribute 'nothing'"),
+        ("return inputs.logprobs, {'ratio_max': inputs.logprobs}", "metric ratio_max"),
         ("return inputs.logprobs", "must return (loss, metrics), not a Tensor"),
     ],
 )
