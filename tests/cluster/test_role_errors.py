@@ -152,3 +152,47 @@ def test_a_bug_in_a_client_ends_the_run_with_its_line_and_loses_no_replica(launc
     assert output.count(said) == 1 and "is lost" not in output and "started again" not in output, output
     log = (launcher.output / "run" / "run.log").read_text()
     assert f'{script}", line 7, in submit' in log and "replica_link.py" in log
+
+
+BUGS = """
+import sys
+from roll_async.commands.fully_async import FullyAsyncMain, Rollouter
+
+
+def loss(inputs):
+    if len(inputs.logprobs) > 2:  # not those of the check at the start
+        raise ValueError("a bug in a rank")
+    return -inputs.logprobs * inputs.advantages, {}
+
+
+class Forgetful(Rollouter):
+    def _count(self, outcome):
+        {}["a bug in the rollout process"]
+
+
+if __name__ == "__main__":
+    forgets = "forgets" in sys.argv
+    main = FullyAsyncMain(rollouter=Forgetful if forgets else Rollouter)
+    sys.exit(main.run([word for word in sys.argv[1:] if word != "forgets"]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("asked", "said", "line"),
+    [
+        ("algorithm.pg_variant=bugs.loss", "ValueError: a bug in a rank", "line 8, in loss"),
+        ("forgets", "KeyError: 'a bug in the rollout process'", "line 14, in _count"),
+    ],
+)
+def test_a_bug_in_a_rank_or_in_the_rollout_process_ends_the_run_with_its_line(launcher, tmp_path, asked, said, line):
+    pytest.importorskip("megatron.core")
+    script = tmp_path / "bugs.py"
+    script.write_text(BUGS)
+    hf = "actor_infer.strategy_args={strategy_name: hf_infer}"
+    code, output = launcher.run(asked, "max_steps=3", hf, config="fully_async_cpu", script=script, small=False)
+    assert code == 3, output
+    place = line.replace("line ", f"{script}:", 1)
+    assert output.count(f"{said} [{place};") == 1, output
+    assert "is lost" not in output and "started again" not in output, output
+    assert f'"{script}", {line}' in (launcher.output / "run" / "run.log").read_text()
