@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,7 +16,6 @@ from roll_async.algorithms.objective import LossSettings
 from roll_async.config.options.policy_loss_options import PpoOptions
 from roll_async.trainer.megatron import cpu_shim
 from roll_async.trainer.megatron.model import output_head
-from roll_async.trainer.megatron.model.logprobs import next_token_logprobs
 from roll_async.trainer.megatron.model.lora import Adapter
 from roll_async.trainer.megatron.settings import MegatronSettings, OptimizerSettings, ParallelSizes
 from roll_async.trainer.megatron.state.host_state import HostState
@@ -622,13 +622,18 @@ def sharded_logprobs(rank, world_size, port, logits, tokens, mask, settings):
     torch.distributed.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size
     )
-    found = []
-    for sampling in settings:
-        part = logits.chunk(world_size, -1)[rank].clone().requires_grad_()
-        result = next_token_logprobs(
-            part, tokens, mask, sampling, torch.distributed.group.WORLD, with_entropy=True, with_squares=True
+    found, each = [], logits.shape[-1] // world_size * 4
+    # With the unit matrix as its weights the head's logits are what goes into it.
+    shard = torch.eye(logits.shape[-1]).chunk(world_size)[rank]
+    head = SimpleNamespace(multiplied_with=shard, tp_group=torch.distributed.group.WORLD)
+    asked = mask.flatten().nonzero()[:, 0]
+    for sampling, positions in settings:
+        whole = logits.clone().requires_grad_()
+        result = output_head.logprobs_of_hidden(
+            whole, head, tokens, asked, sampling, with_entropy=True, with_squares=True, budget=positions * each
         )
         (result.logprobs * 2 + result.entropy * 3).sum().backward()
-        found.append((result.logprobs.detach(), result.entropy.detach(), part.grad, result.squares))
+        part = whole.grad.chunk(world_size, -1)[rank]
+        found.append((result.logprobs.detach(), result.entropy.detach(), part, result.squares))
     torch.distributed.destroy_process_group()
     return found

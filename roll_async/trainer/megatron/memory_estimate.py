@@ -286,7 +286,7 @@ def _step_memory(model: HfConfig, settings: MegatronSettings, stage: int, layers
     working = max(per_token) * (settings.recompute.get("recompute_granularity") == "full")
     training = (
         trained * (in_flight * stored + working),
-        is_last * (2 * min(trained * vocabulary * width, _LOGITS_BYTES) + _CHUNK_BYTES),  # and their gradient
+        is_last * (min(trained * vocabulary * width, _LOGITS_BYTES) + _CHUNK_BYTES),  # their gradient takes their place
     )
     return max(scoring, training, key=sum)
 

@@ -1,164 +1,230 @@
-"""Log-probs under tensor parallelism: each rank holds a shard of the vocabulary, and no rank ever holds all of it in
-float32.
+"""Log-probs of one piece of logits, and their gradient, where each rank holds a shard of the vocabulary.
 
-Shape letters: N flattened tokens, V the local vocabulary shard.
+What a rank finds in its shard is a few numbers per position; they merge by the shards' log-sum-exps in one message. The
+gradient takes the place of the logits. So a pass over the vocabulary reads the model's dtype and keeps its float32 in
+registers, where a compiler is at hand (Triton on a CUDA device); elsewhere it goes over as many rows at a time as a
+cache holds.
+
+Shape letters: n positions of a piece, V this rank's part of the vocabulary, z logits / temperature.
 """
 
 from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from roll_async.algorithms.logprobs import Sampling, TokenLogprobs, drop_truncated, merge_vocab_shards, token_logprobs
-from roll_async.trainer.megatron.settings import MegatronSettings
+from roll_async.algorithms.logprobs import Sampling, drop_truncated
 
-_CHUNK_TOKENS = 1024
+logger = logging.getLogger(__name__)
+P, T = ParamSpec("P"), TypeVar("T")
+
 _CHUNK_BYTES = {"cuda": 128 << 20, "cpu": 2 << 20}
-"""Of one float32 copy of a chunk's logits; up to 3 are alive, 8 with truncated sampling. On the CPU a chunk fits a
-core's cache, and is memory the allocator has at hand: fresh pages cost like a pass.
+"""Of one float32 copy of some rows, where nothing is compiled; up to 3 are alive, 8 with truncated sampling. On the CPU
+they fit a core's cache, and are memory the allocator has at hand: fresh pages cost like a pass.
 """
 
 
-def chunk_tokens(vocabulary: int, device: torch.device) -> int:
-    """Tokens whose float32 logits over `vocabulary` words fit the budget of the device."""
-    budget = _CHUNK_BYTES.get(device.type, _CHUNK_BYTES["cuda"])
-    return max(1, min(_CHUNK_TOKENS, budget // (4 * vocabulary)))
+@dataclass(frozen=True, slots=True)
+class PieceStatistics:
+    """[n] float32 each, of the whole vocabulary."""
+
+    logprobs: Tensor
+    """Of the target under the full softmax."""
+    log_z: Tensor
+    """Log-sum-exp of z."""
+    log_kept: Tensor
+    """Log of the probability mass that truncation leaves; 0 without it."""
+    entropy: Tensor
+    """Of the full softmax; 0 where it is not wanted."""
+    squares: Tensor
+    """Sum of the squared probabilities of what is kept; 0 where it is not wanted."""
 
 
-def next_token_logprobs(
-    logits: Tensor,
-    targets: Tensor,
-    wanted: Tensor,
-    settings: MegatronSettings,
-    group: dist.ProcessGroup,
-    *,
-    with_entropy: bool,
-    with_squares: bool = False,
-) -> TokenLogprobs:
-    """Log-prob of `targets[b,s]` from the logits at the same position; 0 where not wanted. `logits` [b,s,V or shard].
-
-    Under truncated sampling (top_k, top_p) one chunk of the whole vocabulary is gathered at a time.
+def piece_statistics(logits: Tensor, words: Tensor, sampling: Sampling, group: dist.ProcessGroup) -> PieceStatistics:
+    """Of `logits` [n,V] and target ids `words` [n] of the whole vocabulary. Truncated sampling gathers the vocabulary
+    of some rows at a time; else one message of a few numbers per position.
     """
-    if group.size() == 1:
-        return token_logprobs(
-            logits_BTV=logits,
-            tokens_BT=targets,
-            mask_BT=wanted,
-            temperature=settings.temperature,
-            top_k=max(0, settings.top_k),
-            top_p=settings.top_p,
-            chunk_tokens=chunk_tokens(logits.shape[-1], logits.device),
-            with_entropy=with_entropy,
-            with_squares=with_squares,
-        )
-    # Truncation gathers the whole vocabulary, a reduction per chunk only its own shard.
-    truncated = settings.top_k > 0 or settings.top_p < 1
-    chunk = chunk_tokens(logits.shape[-1] * (group.size() if truncated else 1), torch.device("cuda"))
-    sampling = Sampling(settings.temperature, max(0, settings.top_k), settings.top_p, chunk, with_entropy, with_squares)
-    flat = logits.reshape(-1, logits.shape[-1])
-    logprobs, entropy, squares = _ShardedLogprobs.apply(flat, targets.reshape(-1), wanted.reshape(-1), sampling, group)
-    return TokenLogprobs(
-        logprobs=logprobs.view_as(targets),
-        entropy=entropy.view_as(targets) if with_entropy else None,
-        squares=squares.view_as(targets) if with_squares else None,
-    )
-
-
-class _ShardedLogprobs(torch.autograd.Function):
-    """Three reductions per chunk (max, sum, target); gradient (1[v = token] - softmax_v) g / temperature on the own
-    shard.
-    """
-
-    @staticmethod
-    def forward(ctx, logits, tokens, mask, sampling, group):  # noqa: ANN001, ANN205
-        count, shard = logits.shape
-        first = group.rank() * shard
-        logprobs, entropy, squares, log_z, log_kept = (torch.zeros(count, device=logits.device) for _ in range(5))
-        for start in range(0, count, sampling.chunk_tokens):
-            part = slice(start, start + sampling.chunk_tokens)
-            z = _chunk(logits[part], mask[part], sampling.temperature)
-            local, mine = _local(tokens[part], first, shard)
-            # Before the maximum is subtracted in place: log Z below is on the scale of these logits.
-            target = torch.where(mine, z.gather(-1, local[:, None])[:, 0], 0)
-            highest = z.amax(-1)
-            # Before exp: sums of different ranks add up only relative to the same maximum.
-            dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
-            exp = z.sub_(highest[:, None]).exp()
-            weighted = (exp * z).sum(-1) if sampling.with_entropy else torch.zeros_like(target)
-            # In one message.
-            sums = torch.stack([exp.sum(-1), target, weighted])
-            del exp
-            dist.all_reduce(sums, group=group)
-            log_z[part] = highest + sums[0].log()
-            logprobs[part] = merge_vocab_shards(
-                max_PN=highest[None], sumexp_PN=sums[0][None], target_logit_PN=sums[1][None]
-            )
-            if sampling.with_entropy:  # sum p (log Z - z), with z relative to its maximum
-                entropy[part] = sums[0].log() - sums[2] / sums[0]
-            if sampling.truncated or sampling.with_squares:
-                # z is relative to its maximum already, as is the sum.
-                log_p = z.sub_(sums[0].log()[:, None])
-            if sampling.truncated:
-                log_kept[part] = _drop_truncated(log_p, tokens[part], mask[part], sampling, group)
+    shard = logits.shape[1]
+    local, mine = _local(words, group.rank() * shard, shard)
+    wanted = sampling.with_entropy, sampling.with_squares and not sampling.truncated
+    read = _compiled(_read, logits.device.type)
+    rows = [read(logits[part], local[part], sampling.temperature, *wanted) for part in _rows(logits)]
+    own, log_z, entropy, squares = (torch.cat(found) for found in zip(*rows, strict=True))
+    if group.size() > 1:
+        own, log_z, entropy, squares = _merged(torch.where(mine, own, -torch.inf), log_z, entropy, squares, group)
+    log_kept = torch.zeros_like(log_z)
+    if sampling.truncated:
+        for part in _rows(logits, group.size()):
+            log_p = _log_p(logits[part], log_z[part], sampling)
+            log_kept[part] = _drop_truncated(log_p, words[part], sampling, group)
             if sampling.with_squares:
-                shard_squares = log_p.sub_(log_kept[part, None]).mul_(2).exp_().sum(-1)
-                dist.all_reduce(shard_squares, group=group)
-                squares[part] = shard_squares
-        logprobs -= log_kept
-        ctx.save_for_backward(logits, tokens, mask, log_z, log_kept, entropy)
-        ctx.sampling, ctx.group = sampling, group
-        ctx.set_materialize_grads(False)  # an entropy that is only reported costs the backward pass nothing
-        squares = torch.where(mask, squares, 0)
-        ctx.mark_non_differentiable(squares)
-        return torch.where(mask, logprobs, 0), torch.where(mask, entropy, 0), squares
-
-    @staticmethod
-    def backward(ctx, grad_logprobs, grad_entropy, _):  # noqa: ANN001, ANN205
-        logits, tokens, mask, log_z, log_kept, entropy = ctx.saved_tensors
-        sampling, shard = ctx.sampling, logits.shape[1]
-        first = ctx.group.rank() * shard
-        grad = torch.empty_like(logits)
-        g = torch.zeros_like(log_z) if grad_logprobs is None else torch.where(mask, grad_logprobs, 0)
-        h = None if grad_entropy is None else torch.where(mask, grad_entropy, 0)
-        for start in range(0, logits.shape[0], sampling.chunk_tokens):
-            part = slice(start, start + sampling.chunk_tokens)
-            log_p = _chunk(logits[part], mask[part], sampling.temperature).sub_(log_z[part, None])
-            slope = None
-            if h is not None:
-                slope = log_p.exp().mul_(log_p + entropy[part, None]).mul_(-h[part, None])
-            if sampling.truncated:
-                _drop_truncated(log_p, tokens[part], mask[part], sampling, ctx.group)
-                log_p.sub_(log_kept[part, None])
-            policy = log_p.exp_().mul_(-g[part, None])
-            local, mine = _local(tokens[part], first, shard)
-            policy.scatter_add_(-1, local[:, None], torch.where(mine, g[part], 0)[:, None])
-            total = policy if slope is None else policy.add_(slope)
-            grad[part] = torch.where(mask[part, None], total / sampling.temperature, 0).to(grad.dtype)
-        return grad, None, None, None, None
+                squares[part] = _sum(log_p.sub_(log_kept[part, None]).mul_(2).exp_().sum(-1), group)
+    return PieceStatistics(own, log_z, log_kept, entropy, squares)
 
 
-def _drop_truncated(
-    log_p: Tensor, tokens: Tensor, mask: Tensor, sampling: Sampling, group: dist.ProcessGroup
-) -> Tensor:
+def slope_in_place(
+    logits: Tensor,
+    words: Tensor,
+    found: PieceStatistics,
+    gains: tuple[Tensor, Tensor | None],
+    sampling: Sampling,
+    group: dist.ProcessGroup,
+) -> None:
+    """Write over `logits` [n,V] the gradient with respect to them. `gains`: [n] float32 gradients with respect to
+    log-probs and to the entropy; None = the entropy has none.
+
+    d log p(target) / d z = 1[target] - p, d entropy / d z = -p (log p + entropy); what truncation keeps is a constant.
+    """
+    shard = logits.shape[1]
+    local, mine = _local(words, group.rank() * shard, shard)
+    gain, slope = (None if each is None else each / sampling.temperature for each in gains)
+    assert gain is not None
+    # The target's own entry in float32: the pass rounds to the model's dtype, and 1 - p of a rounded p has no digits.
+    sure = found.logprobs - found.log_kept
+    entry = -torch.expm1(sure) * gain
+    if slope is not None:
+        entry = entry - found.logprobs.exp() * (found.logprobs + found.entropy) * slope
+    for part in _rows(logits, group.size() if sampling.truncated else 0):
+        arguments = logits[part], found.log_z[part], gain[part], sampling.temperature
+        about_entropy = None if slope is None else (slope[part], found.entropy[part])
+        if sampling.truncated:
+            _truncated_slope(*arguments, about_entropy, words[part], found.log_kept[part], sampling, group)
+        else:
+            _compiled(_slope, logits.device.type)(*arguments, about_entropy)
+    # Of other ranks' targets the entry stays what the pass wrote.
+    kept = logits.gather(1, local[:, None])
+    logits.scatter_(1, local[:, None], torch.where(mine[:, None], entry[:, None].to(logits.dtype), kept))
+
+
+def _read(
+    logits: Tensor, local: Tensor, temperature: float, with_entropy: bool, with_squares: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """[n] each of a shard as if it were the vocabulary: log-prob of `local`, log-sum-exp, entropy, squares."""
+    z = logits.float() if temperature == 1 else logits.float() / temperature
+    highest = z.amax(-1, keepdim=True)
+    # Relative to the highest: no exp overflows, and the sums lose nothing to its size.
+    z = z - highest
+    exp = z.exp()
+    total = exp.sum(-1)
+    log_total = total.log()
+    nothing = torch.zeros_like(total)
+    entropy = log_total - (exp * z).sum(-1) / total if with_entropy else nothing
+    squares = (exp * exp).sum(-1) / (total * total) if with_squares else nothing
+    return z.gather(-1, local[:, None])[:, 0] - log_total, highest[:, 0] + log_total, entropy, squares
+
+
+def _slope(
+    logits: Tensor, log_z: Tensor, gain: Tensor, temperature: float, about_entropy: tuple[Tensor, Tensor] | None
+) -> None:
+    """In place -p (gain + slope (log p + entropy)), the gradient of everything but the target."""
+    z = logits.float() if temperature == 1 else logits.float() / temperature
+    log_p = z - log_z[:, None]
+    if about_entropy is None:
+        logits.copy_(log_p.exp() * -gain[:, None])
+        return
+    slope, entropy = about_entropy
+    # Distributed, so that a row needs two numbers of its own.
+    weight = log_p * slope[:, None] + (gain + slope * entropy)[:, None]
+    logits.copy_(log_p.exp() * -weight)
+
+
+@cache
+def _compiled(passes: Callable[P, T], device: str) -> Callable[P, T]:
+    """A pass as a kernel or two, where Triton is at hand; else as it is, op by op."""
+    if device != "cuda":
+        return passes
+    from torch.utils._triton import has_triton
+
+    if not has_triton():
+        logger.warning("log-probs are computed op by op: Triton is not installed, which torch.compile needs")
+        return passes
+    # Once for the first number of rows, once for any: the vocabulary never changes.
+    return torch.compile(passes, dynamic=None)
+
+
+def _rows(logits: Tensor, gathered: int = 0) -> Iterator[slice]:
+    """Parts of the rows whose float32 fits a budget, with `gathered` shards of each; all of them at once where a
+    compiled pass makes no float32.
+    """
+    device = logits.device.type
+    if _compiled(_read, device) is not _read and not gathered:
+        yield slice(None)
+        return
+    step = max(1, _CHUNK_BYTES.get(device, _CHUNK_BYTES["cuda"]) // (4 * logits.shape[1] * max(1, gathered)))
+    yield from (slice(start, start + step) for start in range(0, max(1, len(logits)), step))
+
+
+def _merged(
+    own: Tensor, log_z: Tensor, entropy: Tensor, squares: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """[n] each of the whole vocabulary, from [n] each of the shards. `own` is -inf where the target is another's."""
+    mine = torch.stack([own, log_z, entropy, squares])
+    shards = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(shards, mine, group=group)
+    owns, log_zs, entropies, squares_of = torch.stack(shards).unbind(1)  # [P,n] each
+    total = log_zs.logsumexp(0)
+    log_share = log_zs - total  # log of the probability mass of each shard
+    share = log_share.exp()
+    # Entropy of which shard it is, and of what stands in it.
+    entropy = (share * (entropies - log_share)).sum(0)
+    return (owns + log_share).amax(0), total, entropy, (share * share * squares_of).sum(0)
+
+
+def _log_p(logits: Tensor, log_z: Tensor, sampling: Sampling) -> Tensor:
+    """[n,V] a fresh float32 copy."""
+    return logits.to(torch.float32, copy=True).div_(sampling.temperature).sub_(log_z[:, None])
+
+
+def _truncated_slope(
+    logits: Tensor,
+    log_z: Tensor,
+    gain: Tensor,
+    temperature: float,
+    about_entropy: tuple[Tensor, Tensor] | None,
+    words: Tensor,
+    log_kept: Tensor,
+    sampling: Sampling,
+    group: dist.ProcessGroup,
+) -> None:
+    log_p = _log_p(logits, log_z, sampling)
+    if about_entropy is not None:
+        # Of the full softmax, which truncation does not change.
+        _slope(logits, log_z, torch.zeros_like(gain), temperature, about_entropy)
+    _drop_truncated(log_p, words, sampling, group)
+    policy = log_p.sub_(log_kept[:, None]).exp_().mul_(-gain[:, None])
+    logits.copy_(policy if about_entropy is None else policy.add_(logits))
+
+
+def _drop_truncated(log_p: Tensor, words: Tensor, sampling: Sampling, group: dist.ProcessGroup) -> Tensor:
     """In place on the own shard [n,V]: -inf at what top-k, then top-p cut off. Returns the log mass that stays [n]."""
+    if group.size() == 1:
+        drop_truncated(log_p, words[:, None], top_k=sampling.top_k, top_p=sampling.top_p)
+        return torch.logsumexp(log_p, -1)
     shards = [torch.empty_like(log_p) for _ in range(group.size())]
     dist.all_gather(shards, log_p.contiguous(), group=group)
     whole = torch.cat(shards, -1)
     # Before the copies that truncation makes.
     del shards
-    drop_truncated(whole, torch.where(mask, tokens, 0)[:, None], top_k=sampling.top_k, top_p=sampling.top_p)
+    drop_truncated(whole, words[:, None], top_k=sampling.top_k, top_p=sampling.top_p)
     log_p.copy_(whole.chunk(group.size(), -1)[group.rank()])
     return torch.logsumexp(whole, -1)
 
 
-def _chunk(logits: Tensor, mask: Tensor, temperature: float) -> Tensor:
-    z = logits.to(torch.float32, copy=True).masked_fill_(~mask[:, None], 0)
-    return z.div_(temperature) if temperature != 1 else z
+def _sum(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    if group.size() > 1:
+        dist.all_reduce(values, group=group)
+    return values
 
 
-def _local(tokens: Tensor, first: int, shard: int) -> tuple[Tensor, Tensor]:
+def _local(words: Tensor, first: int, shard: int) -> tuple[Tensor, Tensor]:
     """Token ids inside this shard (0 for others), and which are this rank's."""
-    local = tokens - first
+    local = words - first
     mine = (local >= 0) & (local < shard)
     return torch.where(mine, local, 0), mine

@@ -8,7 +8,6 @@ N positions asked for, V this rank's part of the vocabulary.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import cast
 
 import torch
@@ -19,14 +18,13 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
 )
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from roll_async.algorithms.logprobs import TokenLogprobs
-from roll_async.trainer.megatron.model.logprobs import next_token_logprobs
+from roll_async.algorithms.logprobs import Sampling, TokenLogprobs
+from roll_async.trainer.megatron.model.logprobs import piece_statistics, slope_in_place
 from roll_async.trainer.megatron.settings import MegatronSettings
 
 LOGITS_BYTES = {"cuda": 1 << 30, "cpu": 256 << 20}
-"""Of the logits of one piece, in the model's dtype; their gradient takes as much again."""
+"""Of the logits of one piece, in the model's dtype; their gradient takes their place."""
 
 
 class OutputHead(ColumnParallelLinear):
@@ -70,43 +68,66 @@ def logprobs_of_hidden(
     weight, none = head.multiplied_with, not len(asked)
     if none:  # every parameter takes part in every step, with no gradient here
         asked = torch.zeros(1, dtype=torch.int64, device=hidden.device)
-    picked, words = hidden.flatten(0, 1)[asked], targets.flatten()[asked]
     each = weight.shape[0] * weight.element_size()
     size = max(1, (budget or LOGITS_BYTES.get(hidden.device.type, LOGITS_BYTES["cuda"])) // each)
+    sampling = Sampling(settings.temperature, max(0, settings.top_k), settings.top_p, size, with_entropy, with_squares)
     group = cast("dist.ProcessGroup", head.tp_group)
-    piece = partial(_piece, weight, settings, group, with_entropy, with_squares)
-    found: list[tuple[Tensor, ...]] = []
-    for start in range(0, len(picked), size):
-        part = picked[start : start + size], words[start : start + size]
-        # A single piece fits the budget: its logits are kept. Nothing in a piece is drawn at random.
-        again = torch.is_grad_enabled() and len(picked) > size
-        found.append(checkpoint(piece, *part, use_reentrant=False, preserve_rng_state=False) if again else piece(*part))
+    found = _HeadLogprobs.apply(hidden.flatten(0, 1)[asked], weight, targets.flatten()[asked], sampling, group)
 
     def scatter_to_grid(values: Tensor) -> Tensor:
         flat = values.new_zeros(targets.numel())
         return flat.index_put((asked,), values * 0 if none else values).view(targets.shape)
 
-    logprobs, *more = (scatter_to_grid(torch.cat(parts)) for parts in zip(*found, strict=True))
+    logprobs, entropy, squares = map(scatter_to_grid, found)
     return TokenLogprobs(
         logprobs=logprobs,
-        entropy=more[0] if with_entropy else None,
-        squares=more[-1] if with_squares else None,
+        entropy=entropy if with_entropy else None,
+        squares=squares if with_squares else None,
     )
 
 
-def _piece(
-    weight: Tensor,
-    settings: MegatronSettings,
-    group: dist.ProcessGroup,
-    with_entropy: bool,
-    with_squares: bool,
-    hidden: Tensor,
-    targets: Tensor,
-) -> tuple[Tensor, ...]:
-    """[n] each of hidden [n,H] and targets [n]: log-probs, then what else is asked for."""
-    logits = torch.nn.functional.linear(hidden, weight)[None]
-    wanted = torch.ones_like(targets, dtype=torch.bool)[None]
-    found = next_token_logprobs(
-        logits, targets[None], wanted, settings, group, with_entropy=with_entropy, with_squares=with_squares
-    )
-    return tuple(values[0] for values in (found.logprobs, found.entropy, found.squares) if values is not None)
+class _HeadLogprobs(torch.autograd.Function):
+    """(hidden [N,H], weight [V,H], words [N]) to log-probs, entropy, squares [N], in pieces of `sampling.chunk_tokens`.
+
+    Forward keeps [N] numbers. Backward multiplies a piece again (a single one fits the budget, and is kept), writes the
+    gradient over its logits and multiplies that with both inputs: four matrix products in all.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, words: Tensor, sampling: Sampling, group: dist.ProcessGroup):  # noqa: ANN001, ANN205
+        pieces, logits, size = [], None, sampling.chunk_tokens
+        for start in range(0, len(hidden), size):
+            logits = torch.nn.functional.linear(hidden[start : start + size], weight)
+            pieces.append(piece_statistics(logits, words[start : start + size], sampling, group))
+        ctx.save_for_backward(hidden, weight, words)
+        ctx.sampling, ctx.group, ctx.pieces = sampling, group, pieces
+        ctx.logits = logits if len(pieces) == 1 and any(ctx.needs_input_grad) else None
+        ctx.set_materialize_grads(False)  # an entropy that is only reported costs the backward pass nothing
+        squares = torch.cat([found.squares for found in pieces])
+        ctx.mark_non_differentiable(squares)
+        logprobs = torch.cat([found.logprobs - found.log_kept for found in pieces])
+        return logprobs, torch.cat([found.entropy for found in pieces]), squares
+
+    @staticmethod
+    def backward(ctx, of_logprobs: Tensor | None, of_entropy: Tensor | None, _: None):  # noqa: ANN001, ANN205
+        hidden, weight, words = ctx.saved_tensors
+        size = ctx.sampling.chunk_tokens
+        if of_logprobs is None:
+            of_logprobs = torch.zeros(len(hidden), device=hidden.device)
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        into_hidden = torch.empty_like(hidden) if wants_hidden else None
+        into_weight = torch.empty_like(weight) if wants_weight else None
+        for number, found in enumerate(ctx.pieces):
+            part = slice(number * size, (number + 1) * size)
+            # Its own logits are written over: a second backward pass multiplies again.
+            logits, ctx.logits = ctx.logits, None
+            if logits is None:
+                logits = torch.nn.functional.linear(hidden[part], weight)
+            gains = of_logprobs[part], None if of_entropy is None else of_entropy[part]
+            slope_in_place(logits, words[part], found, gains, ctx.sampling, ctx.group)
+            if into_hidden is not None:
+                torch.mm(logits, weight, out=into_hidden[part])
+            if into_weight is not None:
+                into_weight.addmm_(logits.t(), hidden[part], beta=int(number > 0))
+            del logits  # before the next piece is made
+        return into_hidden, into_weight, None, None, None
