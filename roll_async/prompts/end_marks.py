@@ -10,7 +10,7 @@ not: the head of the next turn is the mark (`hello<|user|>`), and only the same 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -52,13 +52,14 @@ class EndMarks:
         after, closes = _of_template(tokenizer, TEMPLATES[template], known)
         sources = {**files, "the tokenizer": eos, "the chat template": after}
         engine = next((ids for name in _FILES if (ids := files[name])), ())
+        ids = tuple(sorted(known.union(after)))
         differences = [
-            f"{_shown(tokenizer, more)} of {name}"
-            for name, ids in sources.items()
-            if (more := sorted(set(ids) - set(engine)))
+            f"{tokenizer.decode([i])!r} ({i}; by {', '.join(name for name, said in sources.items() if i in said)})"
+            for i in ids
+            if i not in engine
         ]
         return cls(
-            ids=tuple(sorted(known.union(after))),
+            ids=ids,
             own=next(iter((*after, *eos)), None),
             closes=closes,
             difference=", ".join(differences) if engine else "",
@@ -152,7 +153,3 @@ def _tried(tokenizer: PreTrainedTokenizerBase, template: str | None, chat: list[
         return ""
     assert isinstance(text, str)
     return text
-
-
-def _shown(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    return " ".join(f"{tokenizer.decode([i])!r} ({i})" for i in ids)

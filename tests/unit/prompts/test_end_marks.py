@@ -48,7 +48,7 @@ def test_sources_that_disagree_are_united_and_named(tmp_path):
     tokenizer = load_tokenizer(str(tmp_path))
     found = EndMarks.of(tokenizer)
     assert texts_of(tokenizer, found.ids) == {"<|endoftext|>", "<|im_end|>"}
-    assert found.difference == "'<|im_end|>' (258) of the tokenizer, '<|im_end|>' (258) of the chat template"
+    assert found.difference == "'<|im_end|>' (258; by the tokenizer, the chat template)"
     assert tokenizer.decode([found.own]) == "<|im_end|>"
     # Another template has another end: this one has none.
     assert EndMarks.of(tokenizer, "base").own == tokenizer.eos_token_id
