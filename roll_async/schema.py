@@ -105,7 +105,7 @@ class Prompt:
     """Last user message, for judges and logs."""
     extra: Mapping[str, str] = field(default_factory=dict)
     answer_ids: array | None = None  # [R] int32
-    """Answer of a supervised row, with the end-of-sequence token: trained on in place of samples."""
+    """Answer of a supervised row, with its end mark: trained on in place of samples."""
     content: str = ""
     """Digest of what the row says (messages, truth, other columns), by which a resumed run knows it."""
 

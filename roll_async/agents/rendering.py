@@ -1,12 +1,17 @@
 """Chats to tokens: by the model's own template, so that what was sampled before is never encoded again.
 
-The turns of the policy stand in the template as marks; what the template puts between the marks is compared with what
-it put there before, and only what comes after the last mark is encoded. So a client that reorders JSON, trims white
-space or drops call ids still continues the stored tokens. A template that says something else than it was given (such
-as one that leaves the thoughts of earlier turns out) does not: its text begins a branch.
+The turns of the policy stand in the chat as they were sampled. Its text has to begin with what was said so far, and
+only what comes after the last turn is encoded. So a client that reorders JSON, trims white space or drops call ids
+still continues the stored tokens. A template that says something else than it was given (such as one that leaves the
+thoughts of earlier turns out) does not: its text begins a branch.
 
 After a prompt that came as tokens (a question with tools) there is no chat to render: `between` gives what stands
 between two turns.
+
+The mark that ended a turn was sampled, and is not said again. Another one in its place stands for the close of the turn
+(`<|endoftext|>` for `<|im_end|>`), or, with a template that has no close, is followed by the head of the next turn: a
+model of the GLM family that samples `<|user|>` after a call is told `<|user|><|observation|>`. Its own token stays, and
+the result is not taken for a turn of the user.
 """
 
 from __future__ import annotations
@@ -18,7 +23,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from roll_async.agents.messages import Message
 from roll_async.agents.processes.beside import Beside
-from roll_async.prompts.tokenizer import TEMPLATES, special_marks, without_marks
+from roll_async.prompts.end_marks import EndMarks, leading_marks
+from roll_async.prompts.tokenizer import TEMPLATES, Opening, special_marks, without_marks
 from roll_async.prompts.tool_calls import HERMES, CallFormat
 
 if TYPE_CHECKING:
@@ -40,18 +46,21 @@ class SampledTurn:
     position: int
     """Index of its message in the chat."""
     text: str
-    """Text as sampled, without the end-of-turn token."""
+    """As sampled, without its end mark."""
+    before: str
+    """What the template had put before it: after the turn before, or from the beginning."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A chat as text: `parts[i]` precedes the i-th sampled turn, the last one after all of them."""
+    """A chat as text."""
 
-    parts: tuple[str, ...]
     text: str
-    """The chat with the sampled turns inserted, as the template renders them."""
-    says_turns_as_sampled: bool
-    """White space at the ends of a turn aside."""
+    """All of it, with the sampled turns as the template renders them."""
+    rest: str | None
+    """What comes after the last sampled turn; None: the text does not go on from those turns, white space at their ends
+    aside.
+    """
 
 
 class Renderer(Protocol):
@@ -62,20 +71,23 @@ class Renderer(Protocol):
         """How the model writes calls of tools."""
         ...
 
-    @property
-    def end_ids(self) -> frozenset[int]:
-        """Tokens that end a turn."""
-        ...
-
     def render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]], turns: Sequence[SampledTurn]
     ) -> Rendered:
         """Raises ValueError for a chat that the template refuses."""
         ...
 
-    def encode(self, text: str) -> array: ...
+    def encode(self, text: str) -> array:
+        """[n] int32: a chat from its beginning."""
+        ...
 
-    def decode(self, token_ids: Sequence[int]) -> str: ...
+    def encode_after(self, last_token: int | None, rest: str) -> array:
+        """[n] int32: what comes after a turn that ended with this token; None: with none."""
+        ...
+
+    def said(self, token_ids: Sequence[int]) -> str:
+        """A turn without the mark that ended it."""
+        ...
 
 
 class TemplateRenderer:
@@ -85,10 +97,8 @@ class TemplateRenderer:
         self, tokenizer: PreTrainedTokenizerBase, template: str = "native", calls: CallFormat = HERMES
     ) -> None:
         self._tokenizer, self._template, self.calls = tokenizer, TEMPLATES[template], calls
-        # Of a text that is no token, transformers gives the id of the unknown one.
-        ends = (tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>"))
-        unknown = tokenizer.unk_token_id
-        self.end_ids = frozenset(i for i in ends if isinstance(i, int) and i != unknown)
+        self.ends, self._opening = EndMarks.of(tokenizer, template), Opening(tokenizer)
+        self._added = tokenizer.added_tokens_decoder.keys()
         self._reserved = special_marks(tokenizer)
         self._beside = Beside(_load, tokenizer.backend_tokenizer) if tokenizer.is_fast else None
         question = {"role": "user", "content": "?"}
@@ -107,21 +117,13 @@ class TemplateRenderer:
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]], turns: Sequence[SampledTurn]
     ) -> Rendered:
         """Raises ValueError for a chat that the template refuses."""
-        # With id(self): no text of a chat holds a mark by accident.
-        marks = [f"@roll{number}-{id(self):x}@" for number in range(len(turns))]
-        plain = self._plain(messages, tools)
-        offset = len(plain) - len(messages)  # a system message that the template adds for the tools
-        with_marks = self._apply(_with(plain, turns, marks, offset), tools)
-        text = self._apply(_with(plain, turns, [turn.text for turn in turns], offset), tools) if turns else with_marks
-        parts, rest = [], with_marks
-        for mark in marks:
-            part, found, rest = rest.partition(mark)
-            if not found:
-                return Rendered((with_marks,), text, False)  # a turn is left out, or stands elsewhere
-            parts.append(part)
-        parts.append(rest)
-        forms = (_joined(parts, [t.text for t in turns]), _joined(parts, [t.text.strip() for t in turns]))
-        return Rendered(tuple(parts), text, text in forms)
+        chat = self._plain(messages, tools)
+        offset = len(chat) - len(messages)  # a system message that the template adds for the tools
+        for turn in turns:
+            chat[turn.position + offset] = {"role": "assistant", "content": turn.text}
+        text = self._apply(chat, tools)
+        end = _end_of(turns, text)
+        return Rendered(text, None if end is None else text[end:])
 
     def between(self, last_token: int, results: Sequence[str]) -> array:
         """[n] int32: the rest of the policy's turn, the results of its tools, the head of its next turn. `last_token`:
@@ -135,14 +137,41 @@ class TemplateRenderer:
         _, found, rest = text.partition(_ANSWER)
         if not found or not all(each in rest for each in said):
             raise ValueError(f"the chat template does not render turns of role {role}")
-        ids = self.encode(rest)
-        # By id, since there is no text of the sampled turn here. An end that is also the unknown token counts, too.
-        ends = {self._tokenizer.eos_token_id, *self.end_ids}
-        return ids[1:] if last_token in ends and ids and ids[0] in ends else ids
+        return self.encode_after(last_token, rest)
 
     def encode(self, text: str) -> array:
-        """[n] int32. Of a long text in another process: a list of a million tokens, and what Rust remembers of each,
-        are made and dropped while the interpreter is held.
+        """[n] int32: a chat from its beginning, with what the tokenizer puts there."""
+        return self._opening.before(text) + self._encoded(text)
+
+    def encode_after(self, last_token: int | None, rest: str) -> array:
+        """[n] int32: what comes after a turn that ended with this token; a mark is not said again."""
+        if last_token not in self.ends.ids:
+            return self._encoded(rest)
+        mark = self.decode([last_token])
+        rest = self._unsaid(mark, rest)
+        if last_token not in self._added:
+            return self._encoded(rest)
+        # Behind the mark, as the template has it: some tokenizers take or add white space beside one. Never merged.
+        ids = self._encoded(mark + rest)
+        return ids[ids.index(last_token) + 1 :]
+
+    def _unsaid(self, mark: str, rest: str) -> str:
+        """Without the mark, or the close that it stands for, with which the template goes on after a turn."""
+        found = leading_marks(rest, self._reserved)
+        if mark in (found if self.ends.closes else found[:1]):
+            closing = found[: found.index(mark) + 1]
+        else:
+            closing = found[:1] if self.ends.closes else []
+        return rest.lstrip().removeprefix("".join(closing)) if closing else rest
+
+    def said(self, token_ids: Sequence[int]) -> str:
+        """A turn without the mark that ended it."""
+        ended = len(token_ids) > 0 and token_ids[-1] in self.ends.ids
+        return self.decode(token_ids[:-1] if ended else token_ids)
+
+    def _encoded(self, text: str) -> array:
+        """Of a long text in another process: a list of a million tokens, and what Rust remembers of each, are made and
+        dropped while the interpreter is held.
         """
         if self._beside is not None and len(text) > _INLINE_CHARACTERS:
             return array("i", self._beside.call(_encode, text))
@@ -228,13 +257,27 @@ def _encode(text: str) -> bytes:
     return array("i", _LOADED[0].encode(text, add_special_tokens=False).ids).tobytes()
 
 
-def _with(chat: list[dict], turns: Sequence[SampledTurn], texts: Sequence[str], offset: int) -> list[dict]:
-    """The chat with these texts in the places of the sampled turns."""
-    chat = list(chat)
-    for turn, text in zip(turns, texts, strict=True):
-        chat[turn.position + offset] = {"role": "assistant", "content": text}
-    return chat
+def _end_of(turns: Sequence[SampledTurn], text: str) -> int | None:
+    """Where the last of the turns ends in a chat that begins with them; None if it does not."""
+    end = 0
+    for turn in turns:
+        if text.startswith(turn.before, end) and text.startswith(turn.text, end + len(turn.before)):
+            end += len(turn.before) + len(turn.text)
+            continue
+        # White space at the ends of a turn: templates trim it, or write what the model samples first.
+        before, said = turn.before.rstrip(), turn.text.strip()
+        if not text.startswith(before, end):
+            return None
+        end = _after_spaces(text, end + len(before))
+        if not text.startswith(said, end):
+            return None
+        end += len(said)
+        tail = turn.text[len(turn.text.rstrip()) :]
+        end += len(tail) if text.startswith(tail, end) else 0
+    return end
 
 
-def _joined(parts: Sequence[str], turns: Sequence[str]) -> str:
-    return "".join(part + turn for part, turn in zip(parts, [*turns, ""], strict=True))
+def _after_spaces(text: str, position: int) -> int:
+    while position < len(text) and text[position].isspace():
+        position += 1
+    return position

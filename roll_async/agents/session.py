@@ -60,13 +60,12 @@ class _Recorded:
     """A turn that can be continued."""
 
     node: int
-    parts: tuple[str, ...]
-    """Text of the template before each sampled turn up to this one."""
     turns: tuple[SampledTurn, ...]
+    """Those up to this one."""
     tools: bytes
     """Digest."""
-    ended: bool
-    """Its last token is an end mark."""
+    last_token: int | None
+    """None: nothing was sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +74,8 @@ class _Plan:
 
     parent: int | None
     new_ids: array
-    parts: tuple[str, ...]
+    before: str
+    """What the template puts before the turn that comes."""
     turns: tuple[SampledTurn, ...]
     reason: str | None
     """Reason for a branch; None where it continues a turn."""
@@ -179,10 +179,9 @@ class Session(TurnHandler):
         found = self._continued(keys)
         if found is not None:
             rendered = self._renderer.render(request.messages, request.tools, found.turns)
-            if rendered.says_turns_as_sampled and rendered.parts[:-1] == found.parts:
-                ids = self._renderer.encode(self._after_turn(rendered.parts[-1], found))
-                parts = (*found.parts, rendered.parts[-1])  # one copy of a long text for all of its turns
-                return _Plan(found.node, ids, parts, found.turns, None, digest, tools)
+            if rendered.rest is not None:
+                ids = self._renderer.encode_after(found.last_token, rendered.rest)
+                return _Plan(found.node, ids, rendered.rest, found.turns, None, digest, tools)
             return self._branch(request, "tools" if tools != found.tools else "template", digest, tools)
         if keys[-1] in self._seen:
             return self._branch(request, "resampled", digest, tools)
@@ -193,23 +192,13 @@ class Session(TurnHandler):
         ids = self._renderer.encode(rendered.text)
         parent, covered = self.tree.deepest_prefix(ids)
         new_ids = ids[covered:] if covered else ids
-        return _Plan(parent, new_ids, (rendered.text,), (), reason if self.tree.nodes else None, digest, tools)
-
-    def _after_turn(self, rest: str, found: _Recorded) -> str:
-        """The text after the turn; an end-of-turn token that was sampled is not repeated."""
-        if found.ended:
-            for end in self._renderer.end_ids:
-                rest = rest.removeprefix(self._renderer.decode([end]))
-        return rest
+        return _Plan(parent, new_ids, rendered.text, (), reason if self.tree.nodes else None, digest, tools)
 
     async def _reply(
         self, request: TurnRequest, plan: _Plan, node: int, completion: Completion, prompt_tokens: int
     ) -> TurnReply:
         ids = completion.token_ids
-        ended = len(ids) > 0 and ids[-1] in self._renderer.end_ids
-        text, content, found = await self._off_loop(
-            lambda: self._read(ids[:-1] if ended else ids), len(ids) > _INLINE_CHARACTERS
-        )
+        text, content, found = await self._off_loop(lambda: self._read(ids), len(ids) > _INLINE_CHARACTERS)
         number = f"{self.name}+{node}"
         good = [call for call in found if not call.problem]
         # The text of a model has no ids, and clients answer calls by them.
@@ -227,14 +216,13 @@ class Session(TurnHandler):
             problems=tuple(call for call in found if call.problem),
         )
         self.newest = request.messages, text
-        turn = SampledTurn(len(request.messages), text)
-        self._recorded[plan.digest.then(reply.message)] = _Recorded(
-            node, plan.parts, (*plan.turns, turn), plan.tools, ended
-        )
+        turn = SampledTurn(len(request.messages), text, plan.before)
+        last = ids[-1] if ids else None
+        self._recorded[plan.digest.then(reply.message)] = _Recorded(node, (*plan.turns, turn), plan.tools, last)
         return reply
 
     def _read(self, ids: array) -> tuple[str, str, list[ToolCall]]:
-        text = self._renderer.decode(ids)
+        text = self._renderer.said(ids)
         # Also of a turn that was cut: clients are told of the call that it began.
         return text, *self._renderer.calls.read(text, unclosed=True)
 

@@ -203,6 +203,8 @@ async def _engine(arguments: Arguments, record: TextIO | None, stack: AsyncExitS
     if lost := lost_by(tokenizer):
         click.echo(f"warning: the tokenizer of {arguments.model} loses {', '.join(lost)}; no run takes it", err=True)
     renderer = TemplateRenderer(tokenizer)
+    if renderer.ends.difference:
+        click.echo(f"end marks: the engine stops also at {renderer.ends.difference}", err=True)
     engine = create_engine(arguments.engine, engine_settings(arguments))
     await engine.start()
     made: list[Session] = []
@@ -211,7 +213,11 @@ async def _engine(arguments: Arguments, record: TextIO | None, stack: AsyncExitS
         stack.callback(lambda: _write(record, made))
     stack.push_async_callback(engine.close)
     options = SessionOptions(
-        sampling=SamplingParams(max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature),
+        sampling=SamplingParams(
+            max_new_tokens=arguments.max_new_tokens,
+            temperature=arguments.temperature,
+            stop_token_ids=renderer.ends.ids,
+        ),
         max_turns=_TURNS,
         max_context=arguments.max_model_len,
         client_sampling=True,

@@ -24,8 +24,9 @@ from roll_async.launch.agents import agent_parts, group_options, validation_task
 from roll_async.launch.roles import loading_weights, start_without_training
 from roll_async.launch.rollout import data_options, held_out_of, start_scorer
 from roll_async.pipelines.validation import HeldOut, SetSampling, Validation
+from roll_async.prompts.end_marks import EndMarks
 from roll_async.prompts.rows import BadRows, read_rows
-from roll_async.prompts.tokenizer import load_tokenizer
+from roll_async.prompts.tokenizer import batch_decoder, load_tokenizer
 from roll_async.rewards.serving.router import RewardRouter
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
 from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
@@ -184,6 +185,7 @@ class Report:
 
     def __init__(self, config: PipelineConfig) -> None:
         self._tokenizer = load_tokenizer(config.pretrain)
+        self._answers = batch_decoder(self._tokenizer, EndMarks.of(self._tokenizer).ids)
         self._samples: list[Mapping[str, object]] = []
 
     def add(self, held_out: HeldOut, answered: Sequence[Answered]) -> None:
@@ -195,7 +197,7 @@ class Report:
 
         def text(ids: array) -> str:
             # The marks of a template tell who says what in a trajectory; around a single answer they say nothing.
-            return str(self._tokenizer.decode(list(ids), skip_special_tokens=not is_trajectory))
+            return str(self._tokenizer.decode(list(ids))) if is_trajectory else self._answers([list(ids)])[0]
 
         row: dict[str, object] = {
             "set": held_out.name or MAIN_SET,

@@ -37,6 +37,7 @@ from roll_async.pipelines.wire import (
     build_engines,
     build_rollout,
 )
+from roll_async.prompts.end_marks import EndMarks
 from roll_async.prompts.load import DataOptions, judged, load_prompts
 from roll_async.prompts.pool import PooledPrompts, PromptPoolOptions
 from roll_async.prompts.stream import ShuffledPrompts
@@ -150,8 +151,9 @@ async def start_engines(
     """(what `beside` gives, which is started at the same time; the replicas; those that run validations alone, if
     any).
     """
-    found, clients = await asyncio.gather(beside, starter.start_all())
+    found, clients, end_ids = await asyncio.gather(beside, starter.start_all(), asyncio.to_thread(end_ids_of, config))
     first_own, options = len(clients) - config.num_validation_replicas, EngineOptions.of(config)
+    options = replace(options, manager=replace(options.manager, end_ids=end_ids))
     connected = build_engines(clients[:first_own], starter, options)
     await connected.start(stack)
     validators = None
@@ -159,6 +161,18 @@ async def start_engines(
         validators = build_engines(own, starter, options)
         await validators.start(stack)
     return found, connected, validators
+
+
+def end_ids_of(config: PipelineConfig) -> tuple[int, ...]:
+    """What replicas stop at: the end marks of the model, with each template that the run renders prompts with."""
+    tokenizer, templates = load_tokenizer(config.pretrain), {"native"}
+    if isinstance(config, RLVRConfig):
+        held_out = [] if config.validation is None else [data for _, data in config.validation.data.values()]
+        templates = {data.template for data in (config.actor_train.data_args, *held_out) if data is not None}
+    found = [EndMarks.of(tokenizer, template) for template in sorted(templates)]
+    if differences := sorted({marks.difference for marks in found if marks.difference}):
+        logger.warning("end marks: engines stop also at %s", "; ".join(differences))
+    return tuple(sorted({i for marks in found for i in marks.ids}))
 
 
 async def start_answers(config: RLVRConfig, stack: AsyncExitStack) -> StartedTasks:

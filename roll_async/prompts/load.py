@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from roll_async.config.schema import DataArguments, RLVRConfig
+from roll_async.prompts.end_marks import EndMarks
 from roll_async.prompts.row_tools import tools_of_row
 from roll_async.prompts.rows import BadRows, Columns, Row, content_digest, read_rows
 from roll_async.prompts.tokenizer import ChatEncoder, at_time, load_tokenizer
@@ -43,7 +44,7 @@ class DataOptions:
     supervised: frozenset[str] = frozenset()
     """Domains whose ground truth is trained on; answers longer than `response_length` are skipped and counted."""
     response_length: int = 0
-    """Tokens, the end-of-sequence token included."""
+    """Tokens, the end mark included."""
     styles: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Values of `reward_model.style` a domain takes; a domain that is not here takes all."""
     checks: Mapping[str, Callable[[str, Mapping[str, str]], object]] = field(default_factory=dict)
@@ -114,7 +115,7 @@ def _load(options: DataOptions, every_domain: bool) -> dict[str, list[Prompt]]:
             else:
                 yield row, domain
 
-    answers = _Answers(options.tokenizer_folder) if options.supervised else None
+    answers = _Answers(options.tokenizer_folder, options.template) if options.supervised else None
     for (row, domain), ids in _tokenised(routed(), options):
         answer = answers.ids(row.ground_truth) if answers is not None and domain in options.supervised else None
         if isinstance(ids, str) or not ids:
@@ -182,15 +183,15 @@ def _problem(row: Row, check: Callable[[str, Mapping[str, str]], object] | None)
 class _Answers:
     """Ground truths as token ids."""
 
-    def __init__(self, tokenizer_folder: str) -> None:
+    def __init__(self, tokenizer_folder: str, template: str) -> None:
         self._tokenizer = load_tokenizer(tokenizer_folder)
-        end = self._tokenizer.eos_token_id
-        if not isinstance(end, int):
+        end = EndMarks.of(self._tokenizer, template).own
+        if end is None:
             raise ValueError(f"{tokenizer_folder}: supervised rows need a tokenizer with an end-of-sequence token")
         self._end = end
 
     def ids(self, text: str) -> array:
-        """With the end-of-sequence token."""
+        """With the mark that the template has after an answer."""
         # A beginning-of-sequence token would stand in the middle of the row, behind the prompt.
         ids = array("i", self._tokenizer.encode(text, add_special_tokens=False))
         ids.append(self._end)

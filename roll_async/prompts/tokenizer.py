@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from functools import partial
@@ -152,8 +153,25 @@ def without_marks(text: str, marks: Collection[str]) -> str:
     return "".join(kept)
 
 
-def batch_decoder(tokenizer: PreTrainedTokenizerBase) -> BatchDecode:
-    """What decodes answers, without special tokens; as small as it can be, since it is sent to other processes.
+class Opening:
+    """What a tokenizer puts before each text: the beginning-of-sequence token in most families that have one."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        whole, plain = (tokenizer("1", add_special_tokens=adds)["input_ids"] for adds in (True, False))
+        assert isinstance(whole, list) and isinstance(plain, list), "one text, one list"
+        start = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
+        self._ids = array("i", whole[:start])
+        self._first = tokenizer.convert_ids_to_tokens(whole[0]) if start else ""
+
+    def before(self, text: str) -> array:
+        """[n] int32: its tokens, none where the text has them: many templates write them themselves."""
+        # White space may be left of the statements of a template. To an empty text there is nothing to say.
+        return array("i") if not text or text.lstrip().startswith(self._first) else self._ids
+
+
+def batch_decoder(tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int]) -> BatchDecode:
+    """What decodes answers, without special tokens and without the end mark that was sampled, which may be another kind
+    of token; as small as it can be, since it is sent to other processes.
 
     Most tokenizers decode by their Rust part alone. A process that gets only this part needs no transformers, whose
     import takes two seconds and 100 MB.
@@ -162,20 +180,26 @@ def batch_decoder(tokenizer: PreTrainedTokenizerBase) -> BatchDecode:
 
     own_way = getattr(type(tokenizer), "_decode", None) is not PreTrainedTokenizerFast._decode
     if own_way or tokenizer.clean_up_tokenization_spaces:
-        return partial(tokenizer.batch_decode, skip_special_tokens=True)
-    assert isinstance(tokenizer, PreTrainedTokenizerFast)
-    return partial(tokenizer.backend_tokenizer.decode_batch, skip_special_tokens=True)
+        decode = partial(tokenizer.batch_decode, skip_special_tokens=True)
+    else:
+        assert isinstance(tokenizer, PreTrainedTokenizerFast)
+        decode = partial(tokenizer.backend_tokenizer.decode_batch, skip_special_tokens=True)
+    return partial(_decoded, decode, frozenset(end_ids))
+
+
+def _decoded(decode: BatchDecode, end_ids: Collection[int], answers: list[list[int]]) -> Sequence[str]:
+    return decode([ids[:-1] if ids and ids[-1] in end_ids else ids for ids in answers])
 
 
 class ChatEncoder:
-    """Chats to token ids, ready for the assistant's answer. Raises ValueError for an unknown template or a tokenizer
-    without one.
+    """Chats to token ids, ready for the assistant's answer, with the tokenizer's opening once. Raises ValueError for an
+    unknown template or a tokenizer without one.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str) -> None:
         if template not in TEMPLATES:
             raise ValueError(f"template {template!r} is not one of {' | '.join(TEMPLATES)}")
-        self._tokenizer, self._template = tokenizer, TEMPLATES[template]
+        self._tokenizer, self._template, self._opening = tokenizer, TEMPLATES[template], Opening(tokenizer)
         if self._template is None and tokenizer.chat_template is None:
             raise ValueError("template native: this tokenizer has no chat template; choose chatml or base")
 
@@ -184,7 +208,7 @@ class ChatEncoder:
         texts = [self._text(chat) for chat in chats]
         good = [text for text, refused in texts if not refused]
         encoded = iter(self._tokenizer(good, add_special_tokens=False)["input_ids"] if good else [])
-        return [text if refused else next(encoded) for text, refused in texts]
+        return [text if refused else [*self._opening.before(text), *next(encoded)] for text, refused in texts]
 
     def _text(self, chat: Sequence[Mapping[str, str]]) -> tuple[str, bool]:
         from jinja2 import TemplateError

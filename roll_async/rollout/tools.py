@@ -46,7 +46,9 @@ class ToolCodec(Protocol):
         """How the model writes calls."""
         ...
 
-    def decode(self, token_ids: Sequence[int]) -> str: ...
+    def said(self, token_ids: Sequence[int]) -> str:
+        """A turn of the model without the mark that ended it."""
+        ...
 
     def between(self, last_token: int, results: Sequence[str]) -> Sequence[int]:
         """Tokens between the end of the model's turn, whose last token is given, and the beginning of its next."""
@@ -130,7 +132,7 @@ class ToolCompletionCallback:
         stopped = completion.finish_reason is FinishReason.STOP and len(completion.token_ids) > 0
         if not stopped or len(tree.turns) >= self._max_turns:
             return None
-        calls = self.find_calls(self._codec.decode(completion.token_ids))
+        calls = self.find_calls(self._codec.said(completion.token_ids))
         if not calls:
             return None
         results = await self.toolbox.run(calls, tools_of_row(prompt.extra))

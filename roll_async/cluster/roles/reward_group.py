@@ -22,6 +22,7 @@ from roll_async.cluster.ray_channel import RayChannel, wait_ended
 from roll_async.cluster.remote import CallRules, remote, served
 from roll_async.cluster.role_log import open_role_log
 from roll_async.config.schema import RewardConfig
+from roll_async.prompts.end_marks import EndMarks
 from roll_async.prompts.tokenizer import BatchDecode, batch_decoder, load_tokenizer
 from roll_async.schema import Prompt, Reward, Sample
 
@@ -141,7 +142,8 @@ class HostPlan:
         assert isinstance(host, ActorHandle)  # Ray says "or the class itself", for the sake of editors
         try:
             tokenizer = await asyncio.to_thread(load_tokenizer, self.tokenizer_folder)  # while the process starts
-            await self.calls(host).start(batch_decoder(tokenizer))
+            # Marks that only a template has are special tokens, which are left out anyway.
+            await self.calls(host).start(batch_decoder(tokenizer, EndMarks.of(tokenizer).ids))
         except BaseException:  # also when cancelled: the process must not be left
             ray.kill(host)
             raise

@@ -240,7 +240,7 @@ class HfEngine(Engine[HfTicket]):
             request_id=request_id,
             max_new_tokens=ticket.budget,
             streaming=True,
-            eos_token_id=[*self._eos_ids, *sampling.stop_token_ids],
+            eos_token_id=sorted(self._stops(ticket)),
             **options,
         )
         if taken is None:

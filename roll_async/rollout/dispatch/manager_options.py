@@ -22,6 +22,8 @@ class ManagerOptions:
     """A replica that runs requests and reports no token for this long is suspect; replicas report every 5 s."""
     batch_creation_interval_s: float = 0.0
     """Greatest age of the load information used for dispatch; no request is held back for it."""
+    end_ids: tuple[int, ...] = ()
+    """Tokens that end every answer, whatever its replica would stop at by itself: `prompts/end_marks.py`."""
 
     @classmethod
     def of(cls, config: PipelineConfig) -> ManagerOptions:

@@ -15,6 +15,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from dataclasses import replace
+from functools import lru_cache
 
 from roll_async.buffer.errors import Defect
 from roll_async.inference.protocol import EngineReport
@@ -30,12 +32,17 @@ from roll_async.rollout.dispatch.server_counts import ServerCounts, ServerStats
 from roll_async.rollout.dispatch.sticky_routing import StickyRouting
 from roll_async.rollout.dispatch.waiting import WaitingRequests
 from roll_async.rollout.protocol import Replica
-from roll_async.schema import Completion, FinishReason, GenerateRequest
+from roll_async.schema import Completion, FinishReason, GenerateRequest, SamplingParams
 
 logger = logging.getLogger(__name__)
 
 REPLY_WITHIN_S = 5.0
 """How long the reply of an attempt may take to arrive after its end was acknowledged."""
+
+
+@lru_cache(maxsize=64)
+def _ended(sampling: SamplingParams, end_ids: tuple[int, ...]) -> SamplingParams:
+    return replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *end_ids)) if end_ids else sampling
 
 
 class RequestDispatch:
@@ -130,6 +137,7 @@ class RequestDispatch:
         Raises Interrupted (mode abort), GenerationFailed, ConnectionError when no replica is left, Defect.
         """
         loop = asyncio.get_running_loop()
+        request = replace(request, sampling=_ended(request.sampling, self._options.end_ids))
         later = conversation is not None and self._choice.is_settled(conversation)
         self._num_requests += 1
         pending = PendingRequest(

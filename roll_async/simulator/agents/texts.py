@@ -23,7 +23,6 @@ class SimRenderer:
     """`agents/rendering.py: Renderer`. `strips`: the template leaves earlier turns out, as some do with thoughts."""
 
     calls = HERMES
-    end_ids = frozenset({END})
 
     def __init__(self, *, strips: bool = False) -> None:
         self._strips = strips
@@ -33,11 +32,11 @@ class SimRenderer:
     ) -> Rendered:
         """Never refuses."""
         sampled = {} if self._strips else {turn.position: turn.text for turn in turns}
-        parts, text, rest = [], [], []
+        text: list[str] = []
+        rest: list[str] = []
         for position, message in enumerate(messages):
             if position in sampled:
-                parts.append("".join((*rest, "a")))
-                text += (parts[-1], sampled[position])
+                text += (*rest, "a", sampled[position])
                 rest = [END_MARK]
                 continue
             said = (
@@ -46,16 +45,20 @@ class SimRenderer:
                 else self.calls.write(message.content, message.tool_calls)
             )
             rest.append(f"{message.role[0]}{said}{END_MARK}")
-        parts.append("".join((*rest, "a")))
-        return Rendered(tuple(parts), "".join((*text, parts[-1])), not (self._strips and turns))
+        after = "".join((*rest, "a"))
+        return Rendered("".join((*text, after)), None if self._strips and turns else after)
 
     def encode(self, text: str) -> array:
         """One token per character."""
         return array("i", [END if c == END_MARK else RENDERED + ord(c) for c in text])
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Marks included."""
-        return decode(token_ids)
+    def encode_after(self, last_token: int | None, rest: str) -> array:
+        """An end mark is not said again."""
+        return self.encode(rest.removeprefix(END_MARK) if last_token == END else rest)
+
+    def said(self, token_ids: Sequence[int]) -> str:
+        """A turn without its end mark."""
+        return decode(token_ids).removesuffix(END_MARK)
 
 
 class TraceTexts:

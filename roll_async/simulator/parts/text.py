@@ -186,7 +186,7 @@ class Codec:
     def __init__(self, texts: Texts) -> None:
         self._texts = texts
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def said(self, token_ids: Sequence[int]) -> str:
         return decode(token_ids)
 
     def between(self, last_token: int, results: Sequence[str]) -> Sequence[int]:

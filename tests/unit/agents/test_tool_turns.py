@@ -90,4 +90,5 @@ def test_an_end_mark_that_is_also_the_unknown_token_is_said_once(tokenizer):
     inner = tokenizer.backend_tokenizer
     same = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|im_end|>", unk_token="<|im_end|>")
     renderer = with_template(same, QWEN_TOOLS)
-    assert not renderer.end_ids and renderer.between(same.eos_token_id, ["3"])[0] != same.eos_token_id
+    assert renderer.ends.ids == (same.eos_token_id,)
+    assert renderer.between(same.eos_token_id, ["3"])[0] != same.eos_token_id

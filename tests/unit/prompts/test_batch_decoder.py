@@ -36,13 +36,13 @@ def word_pieces():
 @pytest.mark.parametrize("tokenizer", [byte_level(), byte_level(clean_up_tokenization_spaces=True), word_pieces()])
 def test_the_texts_are_those_of_the_whole_tokenizer(tokenizer):
     ids = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in TEXTS]
-    decode = pickle.loads(pickle.dumps(batch_decoder(tokenizer)))
+    decode = pickle.loads(pickle.dumps(batch_decoder(tokenizer, ())))
     assert list(decode(ids)) == tokenizer.batch_decode(ids, skip_special_tokens=True)
 
 
 def test_a_process_that_gets_it_imports_no_transformers(tmp_path):
     tokenizer = byte_level()
-    (tmp_path / "decode").write_bytes(pickle.dumps(batch_decoder(tokenizer)))
+    (tmp_path / "decode").write_bytes(pickle.dumps(batch_decoder(tokenizer, ())))
     program = (
         "import pickle, sys; decode = pickle.load(open(sys.argv[1], 'rb')); "
         "print(decode([[int(word) for word in sys.argv[2:]]])[0], 'transformers' in sys.modules)"

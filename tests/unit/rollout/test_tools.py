@@ -28,7 +28,7 @@ class TextCodec:
 
     calls = HERMES
 
-    def decode(self, token_ids):
+    def said(self, token_ids):
         return "".join(map(chr, token_ids))
 
     def between(self, last_token, results):
