@@ -30,6 +30,15 @@ class ThoughtMarks:
     closes_alone: bool = True
     """Whether the closing mark ends nothing but thoughts: then what precedes one is a thought, opened or not."""
 
+    def written(self, thought: str, answer: str) -> str:
+        """A response with its thought, unfinished where there is no answer."""
+        return f"{self.opening}{thought}{self.closing}{answer}" if answer else f"{self.opening}{thought}"
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """In which the special tokens of the family's thoughts stand."""
+        return self.opening, self.closing, self.head.replace("\\", "")
+
 
 THINK = (ThoughtMarks("<think>", "</think>"),)
 """Without a template to ask, and beside what a template says: policies are asked for it in words, too."""
@@ -50,6 +59,10 @@ _FAMILIES = (
 )
 
 
+_LONGEST_END = 256
+"""Characters of a prompt in which an opening mark and white space behind it are looked for."""
+
+
 class Thought(NamedTuple):
     """A response, cut where its last thought ends."""
 
@@ -63,21 +76,34 @@ class Thought(NamedTuple):
     """The text ends inside a thought."""
 
 
-def marks_of(tokenizer: PreTrainedTokenizerBase, template: str | None = None) -> tuple[ThoughtMarks, ...]:
-    """`<think>`, and the marks that stand in the chat template or are tokens of the vocabulary. `template`: used in
-    place of the tokenizer's own.
-    """
-    source = template or tokenizer.chat_template or ""
+def marks_of(tokenizer: PreTrainedTokenizerBase) -> tuple[ThoughtMarks, ...]:
+    """`<think>`, and the marks that stand in the chat template or are tokens of the vocabulary."""
+    source = tokenizer.chat_template or ""
     source = source if isinstance(source, str) else "\n".join(source.values())  # several by name
     added = {token.content for token in tokenizer.added_tokens_decoder.values()}
     return THINK + tuple(marks for marks in _FAMILIES if marks.opening in source or marks.opening in added)
 
 
-def ends_in_thought(rendered: str, marks: Sequence[ThoughtMarks] = THINK) -> bool:
-    """Whether a rendered prompt, or its last characters, ends inside a thought: nothing but white space follows the
-    opening mark. One inside a message of the chat is followed at least by what begins the assistant's turn.
+def opening_at_end(rendered: str, marks: Sequence[ThoughtMarks] = THINK) -> str:
+    """The mark of the thought that a rendered prompt, or its last characters, ends inside; empty: it ends in none.
+    Nothing but white space follows the mark. One in a message of the chat is followed at least by what begins the
+    assistant's turn.
     """
-    return _opened(rendered, marks) is not None
+    opened = _opened(rendered, marks)
+    return "" if opened is None else opened.opening
+
+
+def with_thought_closed(rendered: str, marks: Sequence[ThoughtMarks] = THINK) -> str:
+    """The prompt, whose thought is empty where it ended inside one: as templates write it that offer not to think.
+
+    >>> with_thought_closed("assistant\\n<think>\\n")
+    'assistant\\n<think>\\n\\n</think>\\n\\n'
+    """
+    opened = _opened(rendered, marks)
+    if opened is None:
+        return rendered
+    space = rendered[rendered.rindex(opened.opening) + len(opened.opening) :]
+    return f"{rendered}{space}{opened.closing}{space}{space}"
 
 
 def thought_of(prompt_tail: str, text: str, marks: Sequence[ThoughtMarks] = THINK) -> Thought:
@@ -99,6 +125,17 @@ def thought_of(prompt_tail: str, text: str, marks: Sequence[ThoughtMarks] = THIN
     return Thought(pattern.sub("", text[:end]), _without_head(text[end:], marks), unfinished)
 
 
+def holds_thought(answer: str, marks: Sequence[ThoughtMarks] = THINK) -> bool:
+    """Whether an answer brings a thought of its own."""
+    return any(each.opening in answer or each.closing in answer for each in marks)
+
+
+def continuing(opening: str, answer: str) -> str:
+    """An answer with a thought, as what follows a prompt that ends in `opening`: the mark is not said twice."""
+    begins = answer.lstrip()
+    return begins[len(opening) :].lstrip() if opening and begins.startswith(opening) else answer
+
+
 @lru_cache(maxsize=64)
 def _compiled(
     marks: tuple[ThoughtMarks, ...],
@@ -110,7 +147,7 @@ def _compiled(
 
 
 def _opened(rendered: str, marks: Sequence[ThoughtMarks]) -> ThoughtMarks | None:
-    end = rendered.rstrip()
+    end = rendered[-_LONGEST_END:].rstrip()  # not a copy of a whole chat
     return next((each for each in marks if end.endswith(each.opening)), None)
 
 

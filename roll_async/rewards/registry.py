@@ -33,6 +33,11 @@ def needs_environment(name: str) -> bool:
     return not REWARDS.get(name, name).startswith("roll_async.rewards.")
 
 
+def is_own(name: str) -> bool:
+    """Whether the reward is a user's code: a dotted path out of the package."""
+    return name not in NAMES and needs_environment(name)
+
+
 @dataclass(frozen=True)
 class Judge:
     """A function behind our parameters and our return type: `RewardFunction`."""

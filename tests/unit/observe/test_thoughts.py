@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll_async.observe.thoughts import _FAMILIES, THINK, ends_in_thought, marks_of, thought_of
+from roll_async.observe.thoughts import (
+    _FAMILIES,
+    THINK,
+    continuing,
+    marks_of,
+    opening_at_end,
+    thought_of,
+    with_thought_closed,
+)
 
 QWEN = "<|im_start|>user\n9+9?<|im_end|>\n<|im_start|>assistant\n"
 OPENED = QWEN + "<think>\n"
@@ -19,7 +27,7 @@ BY_OPENING = {"ids": lambda marks: marks.opening}
 @pytest.mark.parametrize("marks", TAGGED, **BY_OPENING)
 def test_a_thought_that_the_template_opened_ends_at_its_closing_mark(marks):
     opened, closed = marks.opening, marks.closing
-    assert ends_in_thought(f"user\nhi\nassistant\n{opened}\n", [marks])
+    assert opening_at_end(f"user\nhi\nassistant\n{opened}\n", [marks]) == opened
     assert thought_of(f"assistant\n{opened}\n", f"it is 7. No.{closed}18", [marks]) == ("it is 7. No.", "18", False)
     assert thought_of(f"assistant\n{opened}\n", "it is 7. No", [marks]) == ("it is 7. No", "", True)
     assert thought_of("assistant\n", f"{opened}it is 7. No.{closed}18", [marks]) == ("it is 7. No.", "18", False)
@@ -30,13 +38,13 @@ def test_a_thought_that_the_template_opened_ends_at_its_closing_mark(marks):
 @pytest.mark.parametrize("marks", ALL, **BY_OPENING)
 def test_a_template_that_closes_an_empty_thought_opens_none(marks):
     tail = f"assistant\n{marks.opening}\n\n{marks.closing}\n\n"
-    assert not ends_in_thought(tail, [marks])
+    assert not opening_at_end(tail, [marks])
     assert thought_of(tail, "18", [marks]) == ("", "18", False)
 
 
 def test_a_mark_in_a_message_of_the_chat_opens_nothing():
-    assert not ends_in_thought("<|im_start|>user\nwhat is <think><|im_end|>\n<|im_start|>assistant\n")
-    assert not ends_in_thought("user\n<think>\nassistant\n")
+    assert not opening_at_end("<|im_start|>user\nwhat is <think><|im_end|>\n<|im_start|>assistant\n")
+    assert not opening_at_end("user\n<think>\nassistant\n")
 
 
 @pytest.mark.parametrize(
@@ -79,7 +87,8 @@ def test_an_opening_mark_cut_in_the_middle_is_no_answer_and_one_character_may_be
         ("<|channel|>analysis<|message|>7? no<|end|><|start|>assis", "", False),  # closed, and says nothing
         ("<|channel|>analysis<|message|>7? no<|end|><|start|>assistant<|channel|>fin", "", False),
         (
-            "<|channel|>analysis<|message|>f?<|end|><|start|>assistant to=functions.f<|channel|>commentary json<|message|>{}",
+            "<|channel|>analysis<|message|>f?<|end|>"
+            "<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{}",
             "<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{}",
             False,
         ),
@@ -146,4 +155,23 @@ def test_marks_are_those_of_the_template_and_of_the_vocabulary():
     mistral = make_family("llama-3")
     mistral.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]"]})
     assert [m.closing for m in marks_of(mistral)] == ["</think>", "[/THINK]"]
-    assert [m.closing for m in marks_of(mistral, gemma4)] == ["</think>", "[/THINK]", "<channel|>"]
+
+
+@pytest.mark.parametrize(
+    ("rendered", "closed"),
+    [
+        (OPENED, QWEN + "<think>\n\n</think>\n\n"),  # as Qwen's templates write it where nothing is to be thought
+        (QWEN + "<think>", QWEN + "<think></think>"),  # as GLM's and Nemotron's
+        (QWEN, QWEN),
+        (QWEN + "<think>\n\n</think>\n\n", QWEN + "<think>\n\n</think>\n\n"),
+    ],
+)
+def test_a_thought_that_the_template_opened_is_closed_as_templates_close_one(rendered, closed):
+    assert with_thought_closed(rendered) == closed
+    assert not opening_at_end(closed)
+
+
+def test_an_answer_that_brings_a_thought_does_not_open_it_twice():
+    assert continuing("<think>", "<think>\n9+9</think>18") == "9+9</think>18"
+    assert continuing("<think>", "9+9</think>18") == "9+9</think>18"
+    assert continuing("", "<think>\n9+9</think>18") == "<think>\n9+9</think>18"
