@@ -76,9 +76,11 @@ class Thought(NamedTuple):
     """The text ends inside a thought."""
 
 
-def marks_of(tokenizer: PreTrainedTokenizerBase) -> tuple[ThoughtMarks, ...]:
-    """`<think>`, and the marks that stand in the chat template or are tokens of the vocabulary."""
-    source = tokenizer.chat_template or ""
+def marks_of(tokenizer: PreTrainedTokenizerBase, template: str | None = None) -> tuple[ThoughtMarks, ...]:
+    """`<think>`, and the marks that stand in the chat template or are tokens of the vocabulary. `template`: used in
+    place of the tokenizer's own.
+    """
+    source = template or tokenizer.chat_template or ""
     source = source if isinstance(source, str) else "\n".join(source.values())  # several by name
     added = {token.content for token in tokenizer.added_tokens_decoder.values()}
     return THINK + tuple(marks for marks in _FAMILIES if marks.opening in source or marks.opening in added)

@@ -171,8 +171,9 @@ def batch_decoder(tokenizer: PreTrainedTokenizerBase) -> BatchDecode:
     else:
         assert isinstance(tokenizer, PreTrainedTokenizerFast)
         decode = partial(tokenizer.backend_tokenizer.decode_batch, skip_special_tokens=True)
-    marks = _special_thought_tokens(tokenizer)
-    return partial(_decode_with_marks, decode, marks) if marks else decode
+    if marks := _special_thought_tokens(tokenizer):
+        decode = partial(_decode_with_marks, decode, marks)
+    return decode
 
 
 def _special_thought_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:

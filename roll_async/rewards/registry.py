@@ -60,6 +60,8 @@ class Judge:
         if not self._is_verl:
             return verdict_of(self.function(text, ground_truth, extra))
         info = json.loads(extra.get("extra_info", "{}"))
+        if isinstance(info, dict) and "thought" in extra:
+            info["thought"] = extra["thought"]  # of the response; the row's own columns are those of the data set
         source = extra.get("data_source", "")
         return verdict_of(
             self.function(data_source=source, solution_str=text, ground_truth=ground_truth, extra_info=info)

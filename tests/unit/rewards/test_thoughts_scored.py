@@ -25,6 +25,8 @@ import json, pathlib
 def score(text, ground_truth, extra):
     pathlib.Path(__file__).with_name("seen.json").write_text(json.dumps([text, extra]))
     return {"score": 0.5, "acc": 1.0}
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return score(solution_str, ground_truth, extra_info)
 """
 PROGRAM = "```python\ndef add(a, b):\n    return a + b\n```"
 CASES = {
@@ -152,17 +154,16 @@ def test_a_judge_is_not_asked_about_an_unfinished_thought(tmp_path):
     assert (reward.score, reward.metrics["format"], reward.metrics["unfinished_thought"]) == (0, 0, 1)
 
 
-@pytest.mark.parametrize(
-    ("text", "state"),
-    [("hm", "unfinished"), ("hm</think>18", "closed")],
-)
-def test_a_users_reward_gets_the_whole_text_and_how_its_thought_ended(tmp_path, monkeypatch, text, state):
+@pytest.mark.slow
+@pytest.mark.parametrize("function", ["score", "compute_score"])
+@pytest.mark.parametrize(("text", "state"), [("hm", "unfinished"), ("hm</think>18", "closed")])
+def test_a_users_reward_gets_the_whole_text_and_how_its_thought_ended(tmp_path, monkeypatch, function, text, state):
     (tmp_path / "seen_reward.py").write_text(SEEN)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     folder = saved(tmp_path / "model", "qwen-3", QWEN_THINKING)
     prompts = loaded(folder, tmp_path, {"mine": "18"})
-    (reward,) = scored(folder, prompts, {"mine": RewardConfig(type="seen_reward.score")}, [text])
+    (reward,) = scored(folder, prompts, {"mine": RewardConfig(type=f"seen_reward.{function}")}, [text])
     said, extra = json.loads((tmp_path / "seen.json").read_text())
     assert (said, extra["thought"]) == (text, state)
     assert (reward.score, reward.metrics["unfinished_thought"]) == (0.5, float(state == "unfinished"))
