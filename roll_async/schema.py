@@ -108,6 +108,8 @@ class Prompt:
     """Answer of a supervised row, with its end mark: trained on in place of samples."""
     content: str = ""
     """Digest of what the row says (messages, truth, other columns), by which a resumed run knows it."""
+    thought: str = ""
+    """Opening mark of the thought that the rendered prompt ends inside; empty: of none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from roll_async.observe.thoughts import THINK
 from roll_async.schema import FinishReason, SamplingParams
 
 if TYPE_CHECKING:
@@ -153,7 +154,11 @@ def _served(text: str) -> list[str]:
 def _answer(text: str) -> tuple[str, FinishReason]:
     try:
         (choice,) = json.loads(text)["choices"]
-        content = choice["message"].get("content") or ""  # null where the answer is a tool call
-        return str(content), FinishReason.LENGTH if choice["finish_reason"] == "length" else FinishReason.STOP
+        message = choice["message"]
+        content = str(message.get("content") or "")  # null where the answer is a tool call
+        # A server that reads thoughts itself gives them beside the answer, under the one or the other name.
+        if thought := message.get("reasoning_content") or message.get("reasoning"):
+            content = THINK[0].written(str(thought), content)
+        return content, FinishReason.LENGTH if choice["finish_reason"] == "length" else FinishReason.STOP
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Refused(f"no chat completion in {text[:200]!r} ({type(error).__name__})") from error

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from roll_async.agents.worlds import WorldRunner
 from roll_async.buffer.errors import after_start
@@ -23,6 +23,7 @@ from roll_async.inference.endpoint import ChatEndpoint, EndpointOptions, Refused
 from roll_async.launch.agents import agent_parts, group_options, validation_tasks
 from roll_async.launch.roles import loading_weights, start_without_training
 from roll_async.launch.rollout import data_options, held_out_of, start_scorer
+from roll_async.observe.thoughts import marks_of
 from roll_async.pipelines.validation import HeldOut, SetSampling, Validation
 from roll_async.prompts.end_marks import EndMarks
 from roll_async.prompts.rows import BadRows, read_rows
@@ -33,6 +34,9 @@ from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
 from roll_async.rollout.group_source import SourceCounts
 from roll_async.rollout.groups import Ended, EndReason, GroupOptions, GroupRunner, Trajectory, TrajectoryRequest
 from roll_async.schema import Answered, Prompt, RewardStatus, Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 C = TypeVar("C", bound=PipelineConfig)
 
@@ -113,12 +117,14 @@ async def evaluate_address(config: RLVRConfig, options: EndpointOptions, stack: 
     stack.push_async_callback(endpoint.close)
     await endpoint.start()
     held_out = await asyncio.to_thread(held_out_of, config)
-    router = RewardRouter({name: r for name, r in config.rewards.items() if name not in config.loss_parts})
+    tokenizer = await asyncio.to_thread(load_tokenizer, config.pretrain)
+    scored = {name: r for name, r in config.rewards.items() if name not in config.loss_parts}
+    router = RewardRouter(scored, marks_of(tokenizer))
     await router.start()
     stack.push_async_callback(router.close)
     report = Report(config)
     answers = GroupRunner(
-        EndpointRunner(config, endpoint, router), None, GroupOptions(samples_per_group=1, sampling=None)
+        EndpointRunner(config, endpoint, router, tokenizer), None, GroupOptions(samples_per_group=1, sampling=None)
     )
     measure = Validation(_sets(config, held_out), answers, None, lambda: 0, on_answers=report.add)
     return report.evaluation(await measure(0))
@@ -134,8 +140,10 @@ class EndpointRunner:
 
     cancels_on_abort = False
 
-    def __init__(self, config: RLVRConfig, endpoint: ChatEndpoint, router: RewardRouter) -> None:
-        self._endpoint, self._router, self._tokenizer = endpoint, router, load_tokenizer(config.pretrain)
+    def __init__(
+        self, config: RLVRConfig, endpoint: ChatEndpoint, router: RewardRouter, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        self._endpoint, self._router, self._tokenizer = endpoint, router, tokenizer
         self._chats: dict[tuple[str, str], Sequence[Mapping[str, str]]] = {}
         assert config.validation is not None
         for _, data in config.validation.data.values():

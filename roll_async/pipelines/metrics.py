@@ -12,7 +12,7 @@ from roll_async.buffer.freshness import BatchFreshness
 from roll_async.buffer.states import QueueStats
 from roll_async.pipelines.protocol import RunObserver
 from roll_async.rollout.rollouter import RollouterStats
-from roll_async.schema import Group, Reward, Sample
+from roll_async.schema import FinishReason, Group, Reward, Sample
 from roll_async.trainer.protocol import StepReport
 from roll_async.weight_sync.canary import CanaryReport
 from roll_async.weight_sync.protocol import SyncReport
@@ -95,6 +95,9 @@ def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:
         **reward_metrics(groups),
         "reward/mean": mean([reward.score for reward in rewards]),
         "reward/accuracy": mean([accuracy(reward) for reward in rewards]),
+        "reward/accuracy_complete": mean(
+            [complete_accuracy(rows[0].reward, rows) for rows in trajectories if rows[0].reward is not None]
+        ),
         "response/length_mean": mean(lengths),
         "response/length_max": float(max(lengths, default=0)),
     }
@@ -345,6 +348,12 @@ def _mean_advantage(sample: Sample, advantages: array | None, start: int, end: i
 def accuracy(reward: Reward) -> float:
     """The accuracy that the reward reports, else whether the score is above 0."""
     return reward.metrics.get("acc", float(reward.score > 0))
+
+
+def complete_accuracy(reward: Reward, rows: Sequence[Sample]) -> float:
+    """The accuracy of an answer that ended by itself and outside a thought, 0 of another one."""
+    ended = rows[-1].finish_reason is FinishReason.STOP and not reward.metrics.get("unfinished_thought")
+    return accuracy(reward) if ended else 0.0
 
 
 def mean(values: Sequence[float]) -> float:

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 from roll_async.buffer.errors import first_cause
 from roll_async.config.schema import GeneratingArguments
-from roll_async.pipelines.metrics import accuracy, mean
+from roll_async.pipelines.metrics import accuracy, complete_accuracy, mean
 from roll_async.rollout.chat_scheduler import sampling_of
 from roll_async.rollout.dispatch.engine_supervisor import EngineSupervisor, Joins
 from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
@@ -278,6 +278,7 @@ def _of_part(part: Sequence[_Scored], num_drawn: int) -> dict[str, float]:
         "prompts": float(len(means)),
         "reward": mean([r.score for _, _, r in part]),
         "accuracy": mean([accuracy(r) for _, _, r in part]),
+        "accuracy_complete": mean([complete_accuracy(r, rows) for _, rows, r in part]),
         # Sampled tokens alone, without what tools and worlds say.
         "length_mean": mean([sum(sum(row.loss_mask) for row in rows) for _, rows, _ in part]),
         "truncated": mean([float(rows[-1].finish_reason is FinishReason.LENGTH) for _, rows, _ in part]),

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from roll_async.config.schema import DataArguments, RLVRConfig
+from roll_async.observe.thoughts import continuing, marks_of, thought_of
 from roll_async.prompts.end_marks import EndMarks
 from roll_async.prompts.row_tools import tools_of_row
 from roll_async.prompts.rows import BadRows, Columns, Row, content_digest, read_rows
-from roll_async.prompts.tokenizer import ChatEncoder, at_time, load_tokenizer
+from roll_async.prompts.tokenizer import ChatEncoder, EncodedChat, at_time, load_tokenizer
 from roll_async.schema import Prompt
 
 logger = logging.getLogger(__name__)
@@ -116,16 +117,22 @@ def _load(options: DataOptions, every_domain: bool) -> dict[str, list[Prompt]]:
                 yield row, domain
 
     answers = _Answers(options.tokenizer_folder, options.template) if options.supervised else None
-    for (row, domain), ids in _tokenised(routed(), options):
-        answer = answers.ids(row.ground_truth) if answers is not None and domain in options.supervised else None
-        if isinstance(ids, str) or not ids:
-            bad.add(f"{row.where}: {ids or 'the prompt is empty'}")
-        elif len(ids) > options.prompt_length:
+    for (row, domain), chat in _tokenised(routed(), options):
+        if isinstance(chat, str) or not chat.token_ids:
+            bad.add(f"{row.where}: {chat if isinstance(chat, str) else 'the prompt is empty'}")
+            continue
+        try:
+            is_trained = answers is not None and domain in options.supervised
+            answer = answers.ids(row.ground_truth, after=chat) if is_trained else None
+        except ValueError as error:
+            bad.add(f"{row.where}: {error}")
+            continue
+        if len(chat.token_ids) > options.prompt_length:
             too_long += 1
         elif answer is not None and len(answer) > options.response_length:
             answers_too_long += 1
         else:
-            by_domain[domain].append(_prompt(row, domain, ids, answer))
+            by_domain[domain].append(_prompt(row, domain, chat, answer))
     for problem in bad.problems:
         logger.warning("skipped %s", problem)
     kept = sum(map(len, by_domain.values()))
@@ -188,20 +195,24 @@ class _Answers:
         end = EndMarks.of(self._tokenizer, template).own
         if end is None:
             raise ValueError(f"{tokenizer_folder}: supervised rows need a tokenizer with an end-of-sequence token")
-        self._end = end
+        self._end, self._marks = end, marks_of(self._tokenizer)
 
-    def ids(self, text: str) -> array:
-        """With the mark that the template has after an answer."""
+    def ids(self, text: str, *, after: EncodedChat) -> array:
+        """With the end mark of the template. Raises ValueError for an answer that never ends its thought."""
+        if thought_of(after.thought, text, self._marks).unfinished:
+            raise ValueError("the answer to train on ends inside a thought; close it, or leave the thought out")
+        text = continuing(after.thought, text)
         # A beginning-of-sequence token would stand in the middle of the row, behind the prompt.
         ids = array("i", self._tokenizer.encode(text, add_special_tokens=False))
         ids.append(self._end)
         return ids
 
 
-def _prompt(row: Row, domain: str, ids: Sequence[int], answer: array | None) -> Prompt:
+def _prompt(row: Row, domain: str, chat: EncodedChat, answer: array | None) -> Prompt:
     return Prompt(
         row_id=row.row_id,
-        token_ids=array("i", ids),
+        token_ids=array("i", chat.token_ids),
+        thought=chat.thought,
         domain=domain,
         ground_truth=row.ground_truth,
         text=row.messages[-1]["content"],
@@ -220,22 +231,22 @@ def _unrouted(tags: Counter[str]) -> str:
 
 def _tokenised(
     rows: Iterable[tuple[Row, str]], options: DataOptions
-) -> Iterator[tuple[tuple[Row, str], list[int] | str]]:
-    """Every row with its token ids or the reason it has none, in order."""
+) -> Iterator[tuple[tuple[Row, str], EncodedChat | str]]:
+    """Every row with its prompt or the reason it has none, in order."""
     chunks = _chunks(rows)
     if options.num_workers == 1:
         renderer = ChatEncoder(
             at_time(load_tokenizer(options.tokenizer_folder), options.template_time), options.template
         )
         for chunk in chunks:
-            yield from zip(chunk, renderer.render([row.messages for row, _ in chunk]), strict=True)
+            yield from zip(chunk, renderer.render(*_chats(chunk, options)), strict=True)
         return
     yield from _tokenised_in_processes(chunks, options)
 
 
 def _tokenised_in_processes(
     chunks: Iterator[list[tuple[Row, str]]], options: DataOptions
-) -> Iterator[tuple[tuple[Row, str], list[int] | str]]:
+) -> Iterator[tuple[tuple[Row, str], EncodedChat | str]]:
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import get_context
 
@@ -250,7 +261,7 @@ def _tokenised_in_processes(
         ChatEncoder(load_tokenizer(options.tokenizer_folder), options.template)  # its errors are readable here
         under_way = []
         for chunk in chunks:
-            under_way.append((chunk, pool.submit(_render, [row.messages for row, _ in chunk])))
+            under_way.append((chunk, pool.submit(_render, *_chats(chunk, options))))
             if len(under_way) >= 2 * options.num_workers:
                 done, future = under_way.pop(0)  # the oldest, so that rows keep the order of the files
                 yield from zip(done, future.result(), strict=True)
@@ -264,6 +275,12 @@ def _chunks(rows: Iterable[tuple[Row, str]]) -> Iterator[list[tuple[Row, str]]]:
         yield chunk
 
 
+def _chats(chunk: Sequence[tuple[Row, str]], options: DataOptions) -> tuple[Chats, list[str | None]]:
+    """Chats, and of supervised ones the answers."""
+    trained = [row.ground_truth if domain in options.supervised else None for row, domain in chunk]
+    return [row.messages for row, _ in chunk], trained
+
+
 _worker_renderer: ChatEncoder | None = None  # of this process, so that no task carries a tokenizer
 
 
@@ -272,6 +289,6 @@ def _start_worker(folder: str, time: str | None, template: str) -> None:
     _worker_renderer = ChatEncoder(at_time(load_tokenizer(folder), time), template)
 
 
-def _render(chats: Chats) -> list[list[int] | str]:
+def _render(chats: Chats, references: list[str | None]) -> list[EncodedChat | str]:
     assert _worker_renderer is not None
-    return _worker_renderer.render(chats)
+    return _worker_renderer.render(chats, references)

@@ -7,9 +7,13 @@ import re
 import threading
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING
+
+from roll_async.observe.thoughts import holds_thought, marks_of, opening_at_end, with_thought_closed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -170,8 +174,8 @@ class Opening:
 
 
 def batch_decoder(tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int]) -> BatchDecode:
-    """What decodes answers, without special tokens and without the end mark that was sampled, which may be another kind
-    of token; as small as it can be, since it is sent to other processes.
+    """What decodes answers, without special tokens other than those that mark thoughts, and without the end mark that
+    was sampled, which may be another kind of token; as small as it can be, since it is sent to other processes.
 
     Most tokenizers decode by their Rust part alone. A process that gets only this part needs no transformers, whose
     import takes two seconds and 100 MB.
@@ -184,11 +188,39 @@ def batch_decoder(tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int]) 
     else:
         assert isinstance(tokenizer, PreTrainedTokenizerFast)
         decode = partial(tokenizer.backend_tokenizer.decode_batch, skip_special_tokens=True)
+    if marks := _special_thought_tokens(tokenizer):
+        decode = partial(_decode_with_marks, decode, marks)
     return partial(_decoded, decode, frozenset(end_ids))
 
 
 def _decoded(decode: BatchDecode, end_ids: Collection[int], answers: list[list[int]]) -> Sequence[str]:
     return decode([ids[:-1] if ids and ids[-1] in end_ids else ids for ids in answers])
+
+
+def _special_thought_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """Those special tokens of which marks of thoughts consist, as texts."""
+    written = "\0".join(text for marks in marks_of(tokenizer) for text in marks.texts)
+    added = tokenizer.added_tokens_decoder.items()
+    return {number: token.content for number, token in added if token.special and token.content in written}
+
+
+def _decode_with_marks(decode: BatchDecode, marks: Mapping[int, str], batch: list[list[int]]) -> list[str]:
+    """What stands between the marks is decoded as `decode` does."""
+    runs = [[(is_mark, list(run)) for is_mark, run in groupby(ids, marks.__contains__)] for ids in batch]
+    texts = iter(decode([run for row in runs for is_mark, run in row if not is_mark]))
+    return [
+        "".join("".join(marks[token] for token in run) if is_mark else next(texts) for is_mark, run in row)
+        for row in runs
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedChat:
+    """A prompt, as an engine gets it."""
+
+    token_ids: list[int]
+    thought: str = ""
+    """Opening mark of the thought that it ends inside; empty: of none."""
 
 
 class ChatEncoder:
@@ -200,15 +232,29 @@ class ChatEncoder:
         if template not in TEMPLATES:
             raise ValueError(f"template {template!r} is not one of {' | '.join(TEMPLATES)}")
         self._tokenizer, self._template, self._opening = tokenizer, TEMPLATES[template], Opening(tokenizer)
+        self._marks = marks_of(tokenizer)
         if self._template is None and tokenizer.chat_template is None:
             raise ValueError("template native: this tokenizer has no chat template; choose chatml or base")
 
-    def render(self, chats: Sequence[Sequence[Mapping[str, str]]]) -> list[list[int] | str]:
-        """Token ids of each chat, or why the template refused it."""
+    def render(
+        self, chats: Sequence[Sequence[Mapping[str, str]]], references: Sequence[str | None] = ()
+    ) -> list[EncodedChat | str]:
+        """Each chat as tokens, or why the template refused it. `references`: answers that are trained on; before one
+        without a thought, the thought that the template opened is closed, so that the answer is not trained as one.
+        """
         texts = [self._text(chat) for chat in chats]
+        for number, reference in enumerate(references):
+            text, refused = texts[number]
+            if not refused and reference is not None and not holds_thought(reference, self._marks):
+                texts[number] = with_thought_closed(text, self._marks), False
         good = [text for text, refused in texts if not refused]
         encoded = iter(self._tokenizer(good, add_special_tokens=False)["input_ids"] if good else [])
-        return [text if refused else [*self._opening.before(text), *next(encoded)] for text, refused in texts]
+        return [
+            text
+            if refused
+            else EncodedChat([*self._opening.before(text), *next(encoded)], opening_at_end(text, self._marks))
+            for text, refused in texts
+        ]
 
     def _text(self, chat: Sequence[Mapping[str, str]]) -> tuple[str, bool]:
         from jinja2 import TemplateError

@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
+from roll_async.observe.thoughts import thought_of
+
 ANSWER_FORMATS = ("auto", "boxed", "answer_line", "hashes", "tag", "the_answer_is", "last_number")
 
 MAX_ANSWER_CHARS = 4096
@@ -100,11 +102,8 @@ def format_of(extra: Mapping[str, str], default: str) -> str:
 
 
 def after_thinking(text: str) -> str:
-    """What follows the last `</think>`; nothing when the thinking was opened and never closed; else the whole text."""
-    _, closed, rest = text.rpartition("</think>")
-    if closed:
-        return rest
-    return "" if text.lstrip().startswith("<think>") else text
+    """What follows the thought in `<think>` and `</think>`; nothing after one that never ends."""
+    return thought_of("", text).rest
 
 
 def joined_boxes(text: str, num_parts: int) -> str | None:

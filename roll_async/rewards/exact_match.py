@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from roll_async.rewards.answers import final_answer, format_of
+from roll_async.rewards.answers import after_thinking, final_answer, format_of
 from roll_async.rewards.verdict import Verdict, no_answer
 
 
@@ -19,7 +19,7 @@ class ExactMatch:
     def __call__(self, text: str, ground_truth: str, extra: Mapping[str, str]) -> Verdict:
         form = format_of(extra, self._format)
         if form == "auto":
-            _, found, answer = text.rpartition(self._marker)
+            _, found, answer = after_thinking(text).rpartition(self._marker)
             if not found:
                 return Verdict(score=0.0, acc=0.0, format=0.0, reason=f"no {self._marker!r} in the answer")
         else:

@@ -33,6 +33,11 @@ def needs_environment(name: str) -> bool:
     return not REWARDS.get(name, name).startswith("roll_async.rewards.")
 
 
+def is_own(name: str) -> bool:
+    """Whether the reward is a user's code: a dotted path out of the package."""
+    return name not in NAMES and needs_environment(name)
+
+
 @dataclass(frozen=True)
 class Judge:
     """A function behind our parameters and our return type: `RewardFunction`."""
@@ -55,6 +60,8 @@ class Judge:
         if not self._is_verl:
             return verdict_of(self.function(text, ground_truth, extra))
         info = json.loads(extra.get("extra_info", "{}"))
+        if isinstance(info, dict) and "thought" in extra:
+            info["thought"] = extra["thought"]  # of the response; the row's own columns are those of the data set
         source = extra.get("data_source", "")
         return verdict_of(
             self.function(data_source=source, solution_str=text, ground_truth=ground_truth, extra_info=info)

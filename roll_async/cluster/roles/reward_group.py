@@ -22,6 +22,7 @@ from roll_async.cluster.ray_channel import RayChannel, wait_ended
 from roll_async.cluster.remote import CallRules, remote, served
 from roll_async.cluster.role_log import open_role_log
 from roll_async.config.schema import RewardConfig
+from roll_async.observe.thoughts import ThoughtMarks, marks_of
 from roll_async.prompts.end_marks import EndMarks
 from roll_async.prompts.tokenizer import BatchDecode, batch_decoder, load_tokenizer
 from roll_async.schema import Prompt, Reward, Sample
@@ -44,7 +45,7 @@ Answer = tuple[int, Reward | None, str]
 class RewardCalls(Protocol):
     """Calls of a reward host."""
 
-    async def start(self, decode: BatchDecode) -> None: ...
+    async def start(self, decode: BatchDecode, marks: Sequence[ThoughtMarks]) -> None: ...
 
     async def submit(self, questions: Sequence[Question]) -> tuple[list[Answer], list[str]]: ...
 
@@ -65,14 +66,15 @@ class RewardHost:
         """Of late scoring, for the next `collect`."""
         self._news = asyncio.Event()
 
-    async def start(self, decode: BatchDecode) -> None:
-        """Start the worker processes of every domain. `decode` comes from the caller, because finding a tokenizer's
-        class imports all of torch and transformers, seconds of a core and 300 MB that this process has no use for.
+    async def start(self, decode: BatchDecode, marks: Sequence[ThoughtMarks]) -> None:
+        """Start the worker processes of every domain. `marks`: of thoughts, in what `decode` gives. Both come from the
+        caller, because finding a tokenizer's class imports all of torch and transformers, seconds of a core and 300 MB
+        that this process has no use for.
         """
         from roll_async.rewards.serving.router import RewardRouter
 
         self._decode = decode
-        self._router = RewardRouter(self._rewards)
+        self._router = RewardRouter(self._rewards, marks)
         await self._router.start()
 
     async def submit(self, questions: Sequence[Question]) -> tuple[list[Answer], list[str]]:
@@ -143,7 +145,8 @@ class HostPlan:
         try:
             tokenizer = await asyncio.to_thread(load_tokenizer, self.tokenizer_folder)  # while the process starts
             # Marks that only a template has are special tokens, which are left out anyway.
-            await self.calls(host).start(batch_decoder(tokenizer, EndMarks.of(tokenizer).ids))
+            decoder = batch_decoder(tokenizer, EndMarks.of(tokenizer).ids)
+            await self.calls(host).start(decoder, marks_of(tokenizer))
         except BaseException:  # also when cancelled: the process must not be left
             ray.kill(host)
             raise

@@ -4,10 +4,13 @@ form than the reward reads, every score is 0, and nothing else in a run would sa
 
 from __future__ import annotations
 
+from roll_async.observe.thoughts import Thought
 from roll_async.rewards.answers import ANSWER_FORMATS, final_answer
 from roll_async.schema import Reward, RewardStatus
 
 NUM_FIRST = 16
+UNFINISHED = "the thought never ends"
+"""Why there is no answer."""
 _SHOWN_CHARS = 200
 
 
@@ -16,10 +19,10 @@ class FirstAnswers:
 
     def __init__(self, domain: str, answer_format: str, *, reads_answers: bool = True) -> None:
         self._domain, self._answer_format, self._reads_answers = domain, answer_format, reads_answers
-        self._texts: list[str] = []
+        self._texts: list[Thought] = []
         self._done = False
 
-    def look(self, text: str, reward: Reward) -> str:
+    def look(self, text: Thought, reward: Reward) -> str:
         """The notice, once, when it is due; else nothing."""
         if self._done or reward.status is not RewardStatus.OK:
             return ""
@@ -35,16 +38,22 @@ class FirstAnswers:
         return notice
 
     def _notice(self, reason: str) -> str:
-        example = max(self._texts, key=len)
+        example = max((said.rest or said.thought for said in self._texts), key=len)
         shown = ("..." if len(example) > _SHOWN_CHARS else "") + example[-_SHOWN_CHARS:]
         problem = f"rewards.{self._domain}: the first {NUM_FIRST} scored responses hold no readable answer"
+        num_unfinished = sum(said.unfinished for said in self._texts)
+        if 2 * num_unfinished > NUM_FIRST:
+            return (
+                f"{problem}: {num_unfinished} end inside a thought. One ends in {shown!r}. Raise response_length, or "
+                "have the chat template ask for no thought (docs_roll/rewards.md)"
+            )
         if not self._reads_answers:
             return f"{problem} ({reason}). One ends in {shown!r}. Ask for its form in the prompt (docs_roll/rewards.md)"
         key = f"rewards.{self._domain}.answer_format"
         readable = {
             form: count
             for form in ANSWER_FORMATS
-            if (count := sum(final_answer(text, form) is not None for text in self._texts))
+            if (count := sum(final_answer(said.rest, form) is not None for said in self._texts))
         }
         best = max(readable, key=lambda form: readable[form], default=None)
         remedy = (

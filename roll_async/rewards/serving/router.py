@@ -5,14 +5,16 @@ the rest.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 from roll_async.config.schema import RewardConfig
 from roll_async.config.schema_rollout import reads_answers
 from roll_async.observe.outside import encodable
-from roll_async.rewards.serving.first_answers import FirstAnswers
+from roll_async.observe.thoughts import THINK, Thought, ThoughtMarks, thought_of
+from roll_async.rewards.registry import is_own
+from roll_async.rewards.serving.first_answers import UNFINISHED, FirstAnswers
 from roll_async.rewards.serving.llm_judge import LlmJudge
 from roll_async.rewards.serving.pool import RewardPool, RewardPoolOptions
 from roll_async.rewards.serving.service_client import ServiceClient
@@ -34,9 +36,16 @@ class DomainScorer(Protocol):
 
 
 class RewardRouter:
-    """All domains of a run. An outage raises ConnectionError; a time-out or an error is a state without a score."""
+    """All domains of a run. An outage raises ConnectionError; a time-out or an error is a state without a score.
 
-    def __init__(self, rewards: Mapping[str, RewardConfig]) -> None:
+    Our rewards judge what follows the thought of a response, and an unfinished thought has no answer. A user's reward
+    gets the whole text, and how its thought ended as `extra["thought"]`.
+    """
+
+    def __init__(self, rewards: Mapping[str, RewardConfig], marks: Sequence[ThoughtMarks] = THINK) -> None:
+        """`marks`: of thoughts, as the model writes them."""
+        self._marks = tuple(marks)
+        self._own = frozenset(domain for domain, config in rewards.items() if is_own(config.type))
         self._scorers = {domain: create_scorer(config) for domain, config in rewards.items()}
         self._first = {
             domain: FirstAnswers(domain, config.answer_format, reads_answers=reads_answers(config.type))
@@ -56,16 +65,22 @@ class RewardRouter:
             raise ValueError(f"rewards.{domain}: {error}") from error
 
     async def score(self, prompt: Prompt, text: str) -> Reward:
-        """The verdict of the prompt's domain on the response text."""
+        """The verdict of the prompt's domain on the response text, marks of thoughts included."""
+        thought = thought_of(prompt.thought, text, self._marks)
+        asked = prompt, thought.rest
+        if prompt.domain in self._own:
+            asked = replace(prompt, extra={**prompt.extra, "thought": _state(thought)}), text
         try:
-            reward = await self._scorers[prompt.domain].score_response(prompt, text)
+            reward = await self._scorers[prompt.domain].score_response(*asked)
         except Exception as error:  # a bug of a scorer must not leave its sample without an answer
             reward = reward_of_error(error)
         reward = _writable(reward)
+        if reward.status is RewardStatus.OK:
+            reward = _with_thought(reward, thought, is_own=prompt.domain in self._own)
         if reward.status is RewardStatus.OUTAGE:
             raise ConnectionError(f"reward {prompt.domain}: {reward.reason}")
         if prompt.domain in self._first:
-            notice = self._first[prompt.domain].look(text, reward)
+            notice = self._first[prompt.domain].look(thought, reward)
             if notice:
                 self.notices.append(notice)
         return reward
@@ -73,6 +88,18 @@ class RewardRouter:
     async def close(self) -> None:
         """End all worker processes and connections."""
         await asyncio.gather(*(scorer.close() for scorer in self._scorers.values()))
+
+
+def _state(thought: Thought) -> str:
+    return "unfinished" if thought.unfinished else "closed" if thought.thought else "none"
+
+
+def _with_thought(reward: Reward, thought: Thought, *, is_own: bool) -> Reward:
+    metrics = {**reward.metrics, "unfinished_thought": float(thought.unfinished)}
+    if is_own or not thought.unfinished:
+        return replace(reward, metrics=metrics)
+    # Whatever a rule says of no text at all: to some references the empty answer is equal.
+    return replace(reward, score=0.0, metrics={**metrics, "acc": 0.0, "format": 0.0}, reason=UNFINISHED)
 
 
 def _writable(reward: Reward) -> Reward:

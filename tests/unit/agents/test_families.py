@@ -1,4 +1,4 @@
-"""Conversations with the templates of model families: every turn continues the tokens before it, a mark is said once."""
+"""Conversations by the templates of model families: each turn continues the tokens before it, marks are said once."""
 
 import asyncio
 import json

@@ -6,6 +6,7 @@ from typing import get_args
 import pytest
 
 from roll_async.config.schema_rollout import RewardConfig
+from roll_async.observe.thoughts import thought_of
 from roll_async.rewards.answers import ANSWER_FORMATS, after_thinking, final_answer, split_parts
 from roll_async.rewards.serving.first_answers import NUM_FIRST, FirstAnswers
 from roll_async.schema import Reward, RewardStatus
@@ -151,7 +152,8 @@ def test_parts_of_a_reference(answer, parts):
 
 
 def watched(texts, watch, **metrics):
-    return [n for text in texts if (n := watch.look(text, Reward(score=0.0, metrics=metrics)))]
+    reward = Reward(score=0.0, metrics=metrics)
+    return [notice for text in texts if (notice := watch.look(thought_of("", text), reward))]
 
 
 def test_the_user_is_told_once_when_no_first_response_holds_a_readable_answer():
@@ -165,13 +167,19 @@ def test_the_user_is_told_once_when_no_first_response_holds_a_readable_answer():
 def test_one_readable_answer_or_a_failed_judgement_is_no_reason_to_speak():
     watch = FirstAnswers("math", "boxed")
     assert not watched(["x"] * (NUM_FIRST - 1), watch, format=0.0)
-    assert watch.look("y", Reward(score=0.0, status=RewardStatus.TIMEOUT)) == ""
+    assert watch.look(thought_of("", "y"), Reward(score=0.0, status=RewardStatus.TIMEOUT)) == ""
     assert not watched(["x"], watch, format=1.0) and not watched(["x"] * NUM_FIRST, watch, format=0.0)
 
 
 def test_the_notice_of_a_reward_without_formats_names_no_key():
     notices = watched(["no code"] * NUM_FIRST, FirstAnswers("code", "auto", reads_answers=False), format=0.0)
     assert len(notices) == 1 and "answer_format" not in notices[0] and "'no code'" in notices[0]
+
+
+def test_the_notice_of_first_responses_cut_inside_their_thoughts_says_so_and_counts_no_answer_of_a_thought():
+    texts = ["<think>It is \\boxed{17}"] * NUM_FIRST
+    (notice,) = watched(texts, FirstAnswers("math", "boxed"), format=0.0)
+    assert "16 end inside a thought" in notice and "response_length" in notice and "would read" not in notice
 
 
 @pytest.mark.parametrize(
