@@ -1,4 +1,4 @@
-"""Conversations with the templates of model families: every turn continues the tokens before it, a mark is said once."""
+"""Conversations with the templates of model families: a turn continues the tokens before it, a mark is said once."""
 
 import asyncio
 import json
