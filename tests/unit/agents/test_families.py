@@ -1,4 +1,4 @@
-"""Conversations by the templates of model families: each turn continues the tokens before it, marks are said once."""
+"""Conversations with the templates of model families: a turn continues the tokens before it, a mark is said once."""
 
 import asyncio
 import json

@@ -9,16 +9,22 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from contextlib import contextmanager
+from array import array
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
+from roll_async.agents.messages import Message, TurnRequest
+from roll_async.commands import serve_policy
 from roll_async.config import processor
+from roll_async.inference import backends
+from roll_async.schema import Completion, FinishReason
 
 sys.path.insert(0, str(Path(__file__).parent))
 from remote_api import KEY, Remote, answer, chat, listening
 
+from tests.family_tokenizers import save_family
 from tests.patience import patient
 
 
@@ -89,6 +95,51 @@ def test_with_an_engine_of_its_own_rows_are_written_at_the_end_and_requests_choo
     line, again = map(json.loads, record.read_text().splitlines())
     assert line["trajectory"] == "a" and sum(line["loss_mask"]) == len(line["behaviour_logprobs"]) > 0
     assert line["response_token_ids"] == again["response_token_ids"], "both are greedy"
+
+
+def test_its_engine_stops_at_the_end_marks_of_the_model_and_no_client_reads_one(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("transformers")
+    tokenizer = save_family("glm-4", tmp_path, generation={"eos_token_id": 256}, config={"eos_token_id": 256})
+    asked = []
+
+    class Engine:
+        async def start(self):
+            pass
+
+        async def close(self):
+            pass
+
+        async def generate(self, request):
+            asked.append(request)
+            ids = array("i", [*tokenizer.encode("\nhi", add_special_tokens=False), request.sampling.stop_token_ids[-1]])
+            return Completion(
+                request_id=request.request_id,
+                token_ids=ids,
+                logprobs=array("f", bytes(4 * len(ids))),
+                version_runs=((0, len(ids)),),
+                finish_reason=FinishReason.STOP,
+                generation_s=0.0,
+            )
+
+    monkeypatch.setattr(backends, "create_engine", lambda *_: Engine())
+    arguments = serve_policy.Arguments(
+        **{"model": str(tmp_path), "engine": "hf_infer", "host": "127.0.0.1", "port": 0, "token": "t"},
+        **{"max_model_len": 400, "max_new_tokens": 9, "temperature": 1.0, "dtype": "fp32", "device": "cpu"},
+        **{"record": None, "remote": None},
+    )
+
+    async def work():
+        async with AsyncExitStack() as stack:
+            session = (await serve_policy._engine(arguments, None, stack))("a")
+            return await session.turn(TurnRequest(messages=(Message(role="user", content="1+1?"),)))
+
+    reply = asyncio.run(work())
+    (request,) = asked
+    assert [tokenizer.decode([i]) for i in request.sampling.stop_token_ids] == [
+        *("<|endoftext|>", "<|user|>", "<|observation|>")
+    ]
+    assert (reply.text, reply.content) == ("\nhi", "\nhi")
+    assert "the engine stops also at '<|user|>' (260; by the chat template), '<|obs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

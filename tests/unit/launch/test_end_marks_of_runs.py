@@ -1,4 +1,4 @@
-"""The replicas of a run stop at the end marks of its model, whatever their own files say."""
+"""The replicas of a run stop at the end marks of its model, whatever their own files say; no reward reads one."""
 
 import asyncio
 import json
@@ -11,6 +11,9 @@ pytest.importorskip("transformers")
 
 from roll_async.config.api import load
 from roll_async.launch import rollout
+from roll_async.launch.evaluation import Report
+from roll_async.pipelines.validation import HeldOut, SetSampling
+from roll_async.schema import SamplingParams
 from tests.family_tokenizers import save_family
 
 
@@ -65,3 +68,49 @@ def test_sources_that_agree_are_not_spoken_of(tmp_path, monkeypatch, caplog):
     ends = started(config, monkeypatch).end_ids
     assert list(ends) == json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"]
     assert not caplog.records
+
+
+@pytest.fixture
+def ends_in_a_word(tmp_path):
+    """(folder, tokenizer) of a model that also stops at a token which is not special."""
+    tokenizer = save_family("qwen-3", tmp_path)
+    word = tokenizer.convert_tokens_to_ids("</tool_call>")
+    save_family("qwen-3", tmp_path, generation={"eos_token_id": [258, word]})
+    return str(tmp_path), tokenizer
+
+
+def answers_of(tokenizer):
+    """Token ids, and what they say."""
+    plain = tokenizer.encode("so 4", add_special_tokens=False)
+    return [[*plain, tokenizer.convert_tokens_to_ids(end)] for end in ("<|im_end|>", "</tool_call>")], ["so 4"] * 2
+
+
+def test_rewards_read_an_answer_without_its_end_mark(ends_in_a_word, monkeypatch):
+    pytest.importorskip("ray")
+    from roll_async.cluster.roles import reward_group
+
+    folder, tokenizer = ends_in_a_word
+    given = []
+
+    class Calls:
+        async def start(self, decode):
+            given.append(decode)
+
+    monkeypatch.setattr(reward_group, "ActorHandle", object)
+    started = SimpleNamespace(remote=lambda rewards: object())
+    monkeypatch.setattr(reward_group, "RewardHost", SimpleNamespace(options=lambda **_: started))
+    monkeypatch.setattr(reward_group.HostPlan, "calls", lambda *_: Calls())
+    plan = reward_group.HostPlan(rewards={}, tokenizer_folder=folder, env={}, rpc_timeout_s=5.0)
+    asyncio.run(plan.start(0))
+    ids, texts = answers_of(tokenizer)
+    assert list(given[0](ids)) == texts
+
+
+def test_the_samples_of_an_evaluation_are_shown_without_their_end_marks(ends_in_a_word, build):
+    folder, tokenizer = ends_in_a_word
+    prompt, report = build.prompt(), Report(load("configs/rlvr_config_async_cpu.yaml", (f"pretrain={folder}",), "rlvr"))
+    ids, texts = answers_of(tokenizer)
+    samples = [build.sample(prompt, ids=tuple(one)) for one in ids]
+    sampled = SetSampling(sampling=SamplingParams(max_new_tokens=9))
+    report.add(HeldOut("", [prompt], sampled), [(prompt, samples)])
+    assert [record["response"] for record in report.evaluation({}).samples] == texts

@@ -149,3 +149,19 @@ def test_a_supervised_row_ends_as_the_template_ends_an_answer(name, template, en
     tokenizer = save_family(name, tmp_path)
     prompt = load(tmp_path, template, supervised=frozenset({"d"}), response_length=9)
     assert tokenizer.decode(list(prompt.answer_ids)) == f"4{end}"
+
+
+@pytest.mark.parametrize(("template", "own"), [("native", True), ("base", False)])
+def test_an_opening_of_two_tokens_is_one_opening(template, own, tmp_path):
+    """As GLM's tokenizers have it."""
+    from tokenizers import processors
+
+    tokenizer = make_family("glm-4")
+    first, second = (tokenizer.convert_tokens_to_ids(mark) for mark in ("[gMASK]", "<sop>"))
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="[gMASK] <sop> $A", special_tokens=[("[gMASK]", first), ("<sop>", second)]
+    )
+    tokenizer.save_pretrained(tmp_path)
+    ids = list(load(tmp_path, template).token_ids)
+    said = "<|user|>\n2+2?<|assistant|>" if own else "2+2?"
+    assert tokenizer.decode(ids) == "[gMASK]<sop>" + said
