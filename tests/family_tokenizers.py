@@ -17,7 +17,8 @@ _GLM_THOUGHT = (
     "{%- else %}{{ '\n<think></think>' }}{%- endif %}{%- if c.strip() %}{{ '\n' + c.strip() }}{%- endif %}"
 )
 _GLM_CALLS = (
-    "{%- for call in m.tool_calls or [] %}{%- set call = call.function or call %}{{ '\n<tool_call>' + call.name + '\n' }}"
+    "{%- for call in m.tool_calls or [] %}{%- set call = call.function or call %}"
+    "{{ '\n<tool_call>' + call.name + '\n' }}"
     "{%- for k, v in call.arguments.items() %}{{ '<arg_key>' + k + '</arg_key>\n<arg_value>' }}"
     "{{- v if v is string else v | tojson }}{{ '</arg_value>\n' }}{%- endfor %}{{ '</tool_call>' }}{%- endfor %}"
 )
@@ -65,8 +66,9 @@ _LLAMA_3_1 = (
     "{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"
 )
 _QWEN_3 = (
-    "{%- if tools %}{{ '<|im_start|>system\n' }}{%- if messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}"
-    "{%- endif %}{{ '# Tools\n<tools>\n' }}" + _TOOL_LIST + "{{ '</tools><|im_end|>\n' }}"
+    "{%- if tools %}{{ '<|im_start|>system\n' }}"
+    "{%- if messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}{%- endif %}"
+    "{{ '# Tools\n<tools>\n' }}" + _TOOL_LIST + "{{ '</tools><|im_end|>\n' }}"
     "{%- elif messages[0].role == 'system' %}{{ '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}"
     "{%- endif %}{%- set ns = namespace(last=-1) %}{%- for m in messages %}{%- if m.role == 'user' %}"
     "{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}"
@@ -100,7 +102,8 @@ _GEMMA = (
 )
 _DEEPSEEK_R1 = (
     "{{ bos_token }}{%- for m in messages %}{%- if m.role == 'user' %}{{ '<｜User｜>' + m.content }}"
-    "{%- elif m.role == 'assistant' %}{{ '<｜Assistant｜>' + m.content.split('</think>')[-1] + '<｜end▁of▁sentence｜>' }}"
+    "{%- elif m.role == 'assistant' %}{{ '<｜Assistant｜>' + m.content.split('</think>')[-1] }}"
+    "{{ '<｜end▁of▁sentence｜>' }}"
     "{%- else %}{{ m.content }}{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}{{ '<｜Assistant｜><think>\n' }}{%- endif %}"
 )

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from roll_async.agents.messages import Message
 from roll_async.agents.processes.beside import Beside
+from roll_async.observe.thoughts import ThoughtMarks, marks_of
 from roll_async.prompts.tokenizer import TEMPLATES, special_marks, without_marks
 from roll_async.prompts.tool_calls import HERMES, CallFormat
 
@@ -63,6 +64,11 @@ class Renderer(Protocol):
         ...
 
     @property
+    def thoughts(self) -> Sequence[ThoughtMarks]:
+        """Marks of the model's thoughts."""
+        ...
+
+    @property
     def end_ids(self) -> frozenset[int]:
         """Tokens that end a turn."""
         ...
@@ -85,6 +91,7 @@ class TemplateRenderer:
         self, tokenizer: PreTrainedTokenizerBase, template: str = "native", calls: CallFormat = HERMES
     ) -> None:
         self._tokenizer, self._template, self.calls = tokenizer, TEMPLATES[template], calls
+        self.thoughts = marks_of(tokenizer, self._template)
         # Of a text that is no token, transformers gives the id of the unknown one.
         ends = (tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>"))
         unknown = tokenizer.unk_token_id
