@@ -69,6 +69,8 @@ class WorldEpisode:
         self._transcript: list[tuple[str, str]] = []
         self._instructions = ""
         self._solved: bool | None = None
+        self._unfinished = False
+        """The newest turn ended inside a thought."""
 
     async def run(self, seed: int) -> Ending:
         """Run to the end, which is returned; only cancellation and the loss of all engines are raised."""
@@ -165,13 +167,14 @@ class WorldEpisode:
     async def _apply_reply(self, reply: TurnReply, observation: Observation) -> Observation:
         """Continue after a turn: with results of tools, or with the world's next observation."""
         tree = self._session.tree
+        self._unfinished = reply.unfinished_thought
         tree.judge(reply.node, state=state_key(observation.state))
         self._transcript.append(("assistant", reply.text))
         has_tools = bool(self._toolbox.schemas or self._world_tools)
         if has_tools and (reply.tool_calls or reply.problems):
             return await self._call(reply, observation)
-        # Without tools, what looks like a call is part of the answer.
-        after = await self._step(reply.node, reply.text.strip() if not has_tools else reply.content)
+        # Without calls, and without tools, where what looks like a call is part of the answer.
+        after = await self._step(reply.node, reply.answer.strip() if not has_tools else reply.answer)
         self._history.append((observation.text, reply.text.strip()))
         if not self._options.windowed:
             self._messages.append(reply.message)
@@ -217,7 +220,11 @@ class WorldEpisode:
             outcome=outcome,
             reward=self._total(),
             reason=reason,
-            metrics={"acc": float(solved), "turns": float(self._session.num_turns)},
+            metrics={
+                "acc": float(solved),
+                "turns": float(self._session.num_turns),
+                "unfinished_thought": float(self._unfinished),
+            },
             story=tuple(self._transcript),
             frames=tuple(self._frames),
         )

@@ -91,6 +91,14 @@ class TurnReply:
     """Node of the turn in the trajectory's tree."""
     problems: tuple[ToolCall, ...] = ()
     """Calls that cannot be run."""
+    thought: str = ""
+    """The part of the text that is thought, from its beginning; all of it where the thought is unfinished."""
+    unfinished_thought: bool = False
+
+    @property
+    def answer(self) -> str:
+        """The text after the thought."""
+        return self.text[len(self.thought) :]
 
     @property
     def message(self) -> Message:

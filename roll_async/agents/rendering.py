@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from roll_async.agents.messages import Message
 from roll_async.agents.processes.beside import Beside
+from roll_async.observe.thoughts import ThoughtMarks, marks_of
 from roll_async.prompts.end_marks import EndMarks, leading_marks
 from roll_async.prompts.tokenizer import TEMPLATES, Opening, special_marks, without_marks
 from roll_async.prompts.tool_calls import HERMES, CallFormat
@@ -71,6 +72,11 @@ class Renderer(Protocol):
         """How the model writes calls of tools."""
         ...
 
+    @property
+    def thoughts(self) -> Sequence[ThoughtMarks]:
+        """Marks of the model's thoughts."""
+        ...
+
     def render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]], turns: Sequence[SampledTurn]
     ) -> Rendered:
@@ -97,6 +103,7 @@ class TemplateRenderer:
         self, tokenizer: PreTrainedTokenizerBase, template: str = "native", calls: CallFormat = HERMES
     ) -> None:
         self._tokenizer, self._template, self.calls = tokenizer, TEMPLATES[template], calls
+        self.thoughts = marks_of(tokenizer, self._template)
         self.ends, self._opening = EndMarks.of(tokenizer, template), Opening(tokenizer)
         self._added = tokenizer.added_tokens_decoder.keys()
         self._reserved = special_marks(tokenizer)

@@ -19,6 +19,7 @@ from typing import Protocol, TypeVar
 from roll_async.agents.messages import ChatDigest, Message, TurnReply, TurnRequest
 from roll_async.agents.rendering import Renderer, SampledTurn
 from roll_async.agents.turn_handler import BadRequest, TurnHandler
+from roll_async.observe.thoughts import thought_of
 from roll_async.prompts.tool_calls import ToolCall
 from roll_async.rollout.trace_tree import TraceTree
 from roll_async.schema import Completion, FinishReason, GenerateRequest, Outcome, SamplingParams
@@ -200,6 +201,7 @@ class Session(TurnHandler):
         ids = completion.token_ids
         text, content, found = await self._off_loop(lambda: self._read(ids), len(ids) > _INLINE_CHARACTERS)
         number = f"{self.name}+{node}"
+        thought = thought_of(plan.before, text, self._renderer.thoughts)
         good = [call for call in found if not call.problem]
         # The text of a model has no ids, and clients answer calls by them.
         calls = tuple(replace(call, call_id=f"call_{node}_{i}") for i, call in enumerate(good))
@@ -214,6 +216,8 @@ class Session(TurnHandler):
             completion_tokens=len(ids),
             node=node,
             problems=tuple(call for call in found if call.problem),
+            thought=text[: len(text) - len(thought.rest)],
+            unfinished_thought=thought.unfinished,
         )
         self.newest = request.messages, text
         turn = SampledTurn(len(request.messages), text, plan.before)

@@ -288,7 +288,7 @@ def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, classes: User
 
 def _recorder(config: RLVRConfig | AgenticConfig, folder: RunFolder) -> Recorder:
     """Everything that observes the run. Raises ValueError for a tracker that cannot be opened."""
-    from roll_async.observe.gpus import gpus_of_machine
+    from roll_async.observe.machine import gpus_of_machine
     from roll_async.observe.progress import ProgressLine
     from roll_async.observe.prometheus import PrometheusTracker
     from roll_async.observe.recorder import Recorder

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from roll_async.inference.protocol import EngineLoad, EngineReport, PauseMode, Progress
 from roll_async.inference.stop_strings import safe_end
-from roll_async.observe.memory import peak_bytes
+from roll_async.observe.machine import peak_bytes
 from roll_async.schema import Completion, ExpertRecord, FinishReason, GenerateRequest, cut_runs
 
 _WINDOW_S = 0.02

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
 from roll_async.observe.disk import Unwritable
-from roll_async.observe.gpus import Gpus
-from roll_async.observe.memory import peak_bytes_of_self
+from roll_async.observe.machine import Gpus, peak_bytes_of_self
 from roll_async.observe.outside import OutsideError, border
 from roll_async.observe.progress import ProgressLine
 from roll_async.observe.run_folder import RunFolder

@@ -118,21 +118,22 @@ def _load(options: DataOptions, every_domain: bool) -> dict[str, list[Prompt]]:
 
     answers = _Answers(options.tokenizer_folder, options.template) if options.supervised else None
     for (row, domain), chat in _tokenised(routed(), options):
-        if isinstance(chat, str) or not chat.token_ids:
+        if isinstance(chat, str) or not chat[0]:
             bad.add(f"{row.where}: {chat if isinstance(chat, str) else 'the prompt is empty'}")
             continue
+        ids, thought = chat
         try:
-            is_trained = answers is not None and domain in options.supervised
-            answer = answers.ids(row.ground_truth, after=chat) if is_trained else None
+            is_trained = domain in options.supervised
+            answer = answers.ids(row.ground_truth, thought) if answers is not None and is_trained else None
         except ValueError as error:
             bad.add(f"{row.where}: {error}")
             continue
-        if len(chat.token_ids) > options.prompt_length:
+        if len(ids) > options.prompt_length:
             too_long += 1
         elif answer is not None and len(answer) > options.response_length:
             answers_too_long += 1
         else:
-            by_domain[domain].append(_prompt(row, domain, chat, answer))
+            by_domain[domain].append(_prompt(row, domain, ids, thought, answer))
     for problem in bad.problems:
         logger.warning("skipped %s", problem)
     kept = sum(map(len, by_domain.values()))
@@ -197,22 +198,24 @@ class _Answers:
             raise ValueError(f"{tokenizer_folder}: supervised rows need a tokenizer with an end-of-sequence token")
         self._end, self._marks = end, marks_of(self._tokenizer)
 
-    def ids(self, text: str, *, after: EncodedChat) -> array:
-        """With the end mark of the template. Raises ValueError for an answer that never ends its thought."""
-        if thought_of(after.thought, text, self._marks).unfinished:
+    def ids(self, text: str, thought: str) -> array:
+        """With the end mark of the template, after a prompt that ends in the mark of this `thought`, if in any. Raises
+        ValueError for an answer that never ends it.
+        """
+        if thought_of(thought, text, self._marks).unfinished:
             raise ValueError("the answer to train on ends inside a thought; close it, or leave the thought out")
-        text = continuing(after.thought, text)
+        text = continuing(thought, text)
         # A beginning-of-sequence token would stand in the middle of the row, behind the prompt.
         ids = array("i", self._tokenizer.encode(text, add_special_tokens=False))
         ids.append(self._end)
         return ids
 
 
-def _prompt(row: Row, domain: str, chat: EncodedChat, answer: array | None) -> Prompt:
+def _prompt(row: Row, domain: str, ids: Sequence[int], thought: str, answer: array | None) -> Prompt:
     return Prompt(
         row_id=row.row_id,
-        token_ids=array("i", chat.token_ids),
-        thought=chat.thought,
+        token_ids=array("i", ids),
+        thought=thought,
         domain=domain,
         ground_truth=row.ground_truth,
         text=row.messages[-1]["content"],

@@ -7,7 +7,6 @@ import re
 import threading
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from itertools import groupby
@@ -20,6 +19,8 @@ if TYPE_CHECKING:
 
 BatchDecode = Callable[[list[list[int]]], Sequence[str]]
 """Token ids of texts to texts."""
+EncodedChat = tuple[list[int], str]
+"""(token ids of a prompt, opening mark of the thought that it ends inside or nothing)."""
 _CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -214,15 +215,6 @@ def _decode_with_marks(decode: BatchDecode, marks: Mapping[int, str], batch: lis
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedChat:
-    """A prompt, as an engine gets it."""
-
-    token_ids: list[int]
-    thought: str = ""
-    """Opening mark of the thought that it ends inside; empty: of none."""
-
-
 class ChatEncoder:
     """Chats to token ids, ready for the assistant's answer, with the tokenizer's opening once. Raises ValueError for an
     unknown template or a tokenizer without one.
@@ -250,9 +242,7 @@ class ChatEncoder:
         good = [text for text, refused in texts if not refused]
         encoded = iter(self._tokenizer(good, add_special_tokens=False)["input_ids"] if good else [])
         return [
-            text
-            if refused
-            else EncodedChat([*self._opening.before(text), *next(encoded)], opening_at_end(text, self._marks))
+            text if refused else ([*self._opening.before(text), *next(encoded)], opening_at_end(text, self._marks))
             for text, refused in texts
         ]
 

@@ -41,6 +41,8 @@ def sample(ids, name):
         generation_s=0.0,
     )
 
+TEXTS = ("=7", "=8</think>=7")
+
 def maps(process):
     return [mapped.path for mapped in process.memory_maps()]
 
@@ -56,6 +58,9 @@ async def main(folder):
         order.append((domain, score))
     await asyncio.gather(ask("slow"), ask("slow"), ask("a"))
     print("order", order, flush=True)
+    opened = replace(prompt, thought="<think>")
+    thoughts = [await scorer.score(opened, sample(load_tokenizer(folder).encode(text), text)) for text in TEXTS]
+    print("thoughts", [(r.score, r.metrics["unfinished_thought"]) for r in thoughts], flush=True)
     await asyncio.gather(*(ask("boxed") for _ in range(20)))
     # Only among the processes of this driver: other runs on the machine have reward hosts, too.
     mine = psutil.Process().children(recursive=True)
@@ -100,6 +105,7 @@ def test_slow_answers_delay_no_others_and_a_killed_reward_host_comes_back(demo_a
         env={**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
     )
     assert "order [('a', 1.0), ('slow', 0.25), ('slow', 0.25)]" in done.stdout, done.stdout + done.stderr[-3000:]
+    assert "thoughts [(0.0, 1.0), (1.0, 0.0)]" in done.stdout, done.stdout + done.stderr[-3000:]
     assert "rewards.boxed: the first 16 scored responses hold no readable answer" in done.stderr, done.stderr[-3000:]
     assert "no torch" in done.stdout, "seconds of a core and 300 MB in a process that decodes text"
     assert "outages True scores {1.0} restarts 1 orphans 0" in done.stdout, done.stdout + done.stderr[-3000:]

@@ -36,6 +36,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.bodies, self.keys, self.busy, self.models = [], [], 0, ["adder"]
         self.sampled, self.lock = 0, threading.Lock()
+        self.reads_thoughts = False  # then the sum of 10 and more is not reached before the length limit
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
 
@@ -62,7 +63,11 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(400, {"error": "context length"})
         a, b = question.removesuffix("=").split("+")
         text = f"{a}+{b}={int(a) + int(b) + wrong}"
-        return self.answer(200, {"choices": [{"message": {"content": text}, "finish_reason": "stop"}]})
+        message, finish = {"content": text}, "stop"
+        if server.reads_thoughts:
+            message["reasoning_content"] = f"is it {text}?"
+            message["content"], finish = (None, "length") if int(a) >= 10 else (text, "stop")
+        return self.answer(200, {"choices": [{"message": message, "finish_reason": finish}]})
 
     def answer(self, status, value):
         data = json.dumps(value).encode()
@@ -144,6 +149,18 @@ def test_an_address_is_measured_set_by_set_as_plain_lines_with_json_and_samples(
     asked = [(b["model"], b["temperature"], b["top_p"], b["max_tokens"]) for b in server.bodies]
     assert sorted(set(asked)) == [("adder", 0.0, 1.0, 96), ("adder", 0.7, 0.9, 96)] and len(asked) == 10
     assert all("top_k" not in b and "repetition_penalty" not in b for b in server.bodies), "not every server knows them"
+
+
+@pytest.mark.slow
+def test_a_server_that_reads_thoughts_itself_has_them_beside_the_answer(server, evaluate):
+    server.reads_thoughts = True
+    code, out, err, output = evaluate(server.url)
+    assert code == 0, err
+    lines = dict(line.split(" ") for line in out.splitlines())
+    assert (lines["main/accuracy"], lines["main/accuracy_complete"]) == ("0.5", "0.5")
+    assert (lines["main/metrics/unfinished_thought"], lines["main/truncated"]) == ("0.5", "0.5")
+    samples = [json.loads(line) for line in (output / "samples.jsonl").read_text().splitlines()]
+    assert {s["response"] for s in samples} == {"<think>is it 1+2=3?</think>1+2=3", "<think>is it 10+5=15?"}
 
 
 def test_the_tokens_of_a_record_are_those_that_were_sampled(model, build):

@@ -16,7 +16,7 @@ import ray
 
 from roll_async.cluster.gc_policy import defer_gc_during_startup
 from roll_async.cluster.remote import served
-from roll_async.observe.memory import peak_bytes_of_self
+from roll_async.observe.machine import peak_bytes_of_self
 from roll_async.observe.run_folder import log_to
 from roll_async.rollout.remote_side import Counters, CoupledRollout, RolloutServer
 

@@ -39,7 +39,7 @@ from roll_async.launch import agents, restarts, rollout, run_start
 from roll_async.launch import run as launch_run
 from roll_async.launch.engines import ReplicaStarter
 from roll_async.launch.roles import RoleStarter, place_roles
-from roll_async.observe import gpus, progress, prometheus, recorder, trace, trackers
+from roll_async.observe import machine, progress, prometheus, recorder, trace, trackers
 from roll_async.pipelines import checkpoint
 from roll_async.pipelines.protocol import RunPlan
 from roll_async.pipelines.wire import EngineOptions, RolloutOptions
@@ -156,7 +156,7 @@ def started_with(config: RLVRConfig) -> dict[str, object]:
         patch.setattr(trace, "Trace", part("trace"))
         patch.setattr(progress, "ProgressLine", part("progress"))
         patch.setattr(recorder, "Recorder", observer)
-        patch.setattr(gpus, "gpus_of_machine", lambda: None)
+        patch.setattr(machine, "gpus_of_machine", lambda: None)
         asyncio.run(start())
         folder = SimpleNamespace(path=Path("run"), record=SimpleNamespace(tracker_run=1))
         commands_run._recorder(config, folder)  # type: ignore[arg-type]

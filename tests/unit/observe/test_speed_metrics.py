@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from roll_async.observe.gpus import Gpus
-from roll_async.observe.memory import peak_bytes
+from roll_async.observe.machine import Gpus, peak_bytes
 from roll_async.observe.progress import ProgressLine
 from roll_async.observe.recorder import REQUIRED_KEYS, Recorder
 from roll_async.observe.run_folder import RunFolder
