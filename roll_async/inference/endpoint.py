@@ -92,7 +92,9 @@ class ChatEndpoint:
         if self._http is not None:
             await self._http.close()
 
-    async def chat(self, messages: Sequence[Mapping[str, str]], sampling: SamplingParams) -> tuple[str, FinishReason]:
+    async def chat(
+        self, messages: Sequence[Mapping[str, object]], sampling: SamplingParams
+    ) -> tuple[str, FinishReason]:
         """The answer. Raises Refused for a request that the server does not take, ConnectionError when it does not
         answer after all attempts.
         """

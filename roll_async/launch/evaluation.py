@@ -26,6 +26,7 @@ from roll_async.launch.rollout import data_options, held_out_of, start_scorer
 from roll_async.pipelines.validation import HeldOut, SetSampling, Validation
 from roll_async.prompts.rows import BadRows, read_rows
 from roll_async.prompts.tokenizer import load_tokenizer
+from roll_async.prompts.turns import Turn
 from roll_async.rewards.serving.router import RewardRouter
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
 from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
@@ -135,12 +136,12 @@ class EndpointRunner:
 
     def __init__(self, config: RLVRConfig, endpoint: ChatEndpoint, router: RewardRouter) -> None:
         self._endpoint, self._router, self._tokenizer = endpoint, router, load_tokenizer(config.pretrain)
-        self._chats: dict[tuple[str, str], Sequence[Mapping[str, str]]] = {}
+        self._chats: dict[tuple[str, str], Sequence[Turn]] = {}
         assert config.validation is not None
         for _, data in config.validation.data.values():
             options = data_options(config, data)
             for row in read_rows(options.files, options.columns, BadRows()):
-                self._chats[row.row_id, row.messages[-1]["content"]] = row.messages
+                self._chats[row.row_id, row.text] = row.messages
 
     async def run(self, request: TrajectoryRequest) -> Trajectory | Ended:
         """One scored answer; what the server refuses and what has no score gives none. Raises ConnectionError when the

@@ -7,13 +7,15 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from roll_async.config.schema import DataArguments, RLVRConfig
+from roll_async.config.schema_rollout import MATHS_RULES
 from roll_async.prompts.row_tools import tools_of_row
-from roll_async.prompts.rows import BadRows, Columns, Row, content_digest, read_rows
+from roll_async.prompts.rows import BadRows, Columns, Row, content_digest, final_number, read_rows
 from roll_async.prompts.tokenizer import ChatEncoder, at_time, load_tokenizer
+from roll_async.prompts.turns import Turn
 from roll_async.schema import Prompt
 
 logger = logging.getLogger(__name__)
@@ -23,7 +25,7 @@ _PAUSES_S = (0.2, 1.0, 4.0)
 _CHUNK_ROWS = 512
 """Rows rendered and tokenised together, and handed to a worker process as one task."""
 
-Chats = list[tuple[Mapping[str, str], ...]]
+Chats = list[tuple[Turn, ...]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +46,8 @@ class DataOptions:
     """Domains whose ground truth is trained on; answers longer than `response_length` are skipped and counted."""
     response_length: int = 0
     """Tokens, the end-of-sequence token included."""
+    maths: frozenset[str] = frozenset()
+    """Domains under a maths rule: of a GSM8K solution, its number is the ground truth."""
     styles: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Values of `reward_model.style` a domain takes; a domain that is not here takes all."""
     checks: Mapping[str, Callable[[str, Mapping[str, str]], object]] = field(default_factory=dict)
@@ -78,6 +82,7 @@ class DataOptions:
             template_time=config.template_time,
             supervised=frozenset(name for name, part in config.loss_parts.items() if part == "cross_entropy"),
             response_length=config.response_length,
+            maths=frozenset(name for name, r in config.rewards.items() if r.type in MATHS_RULES),
             styles={name: r.style_included for name, r in config.rewards.items() if r.style_included},
             checks=checks,
             num_workers=data.preprocessing_num_workers,
@@ -108,6 +113,8 @@ def _load(options: DataOptions, every_domain: bool) -> dict[str, list[Prompt]]:
             if domain is None:
                 unrouted[row.tag] += 1
                 continue
+            if domain in options.maths:
+                row = replace(row, ground_truth=final_number(row.ground_truth))
             problem = _problem(row, options.checks.get(domain))
             if problem:
                 bad.add(f"{row.where}: {problem}")
@@ -203,7 +210,7 @@ def _prompt(row: Row, domain: str, ids: Sequence[int], answer: array | None) -> 
         token_ids=array("i", ids),
         domain=domain,
         ground_truth=row.ground_truth,
-        text=row.messages[-1]["content"],
+        text=row.text,
         extra=row.extra,
         answer_ids=answer,
         content=content_digest(row.messages, row.ground_truth, row.extra),

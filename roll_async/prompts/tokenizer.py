@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import datetime
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
+
+from roll_async.prompts.turns import Form, Turn, forms_for, keeps_thoughts, marked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,6 +42,8 @@ _BLOCK = 1 << 14
 """Characters that are searched at a time: a search of megabytes would hold the interpreter."""
 _IMPORTING = threading.Lock()
 """transformers makes its names while it is imported: one that a second thread asks for meanwhile may be missing."""
+_SHAPES = 1024
+"""Chats of so many shapes (roles and keys of the turns) are remembered with the form that the template takes."""
 
 
 def load_tokenizer(folder: str, *, proves: bool = True) -> PreTrainedTokenizerBase:
@@ -178,25 +183,60 @@ class ChatEncoder:
         self._tokenizer, self._template = tokenizer, TEMPLATES[template]
         if self._template is None and tokenizer.chat_template is None:
             raise ValueError("template native: this tokenizer has no chat template; choose chatml or base")
+        self._source = tokenizer.get_chat_template(self._template)
+        self._form_of = lru_cache(_SHAPES)(self._find_form)
 
-    def render(self, chats: Sequence[Sequence[Mapping[str, str]]]) -> list[list[int] | str]:
-        """Token ids of each chat, or why the template refused it."""
+    def render(self, chats: Sequence[Sequence[Turn]]) -> list[list[int] | str]:
+        """Token ids of each chat, or why the template refused it, or which text of the chat it leaves out."""
         texts = [self._text(chat) for chat in chats]
         good = [text for text, refused in texts if not refused]
         encoded = iter(self._tokenizer(good, add_special_tokens=False)["input_ids"] if good else [])
         return [text if refused else next(encoded) for text, refused in texts]
 
-    def _text(self, chat: Sequence[Mapping[str, str]]) -> tuple[str, bool]:
+    def _text(self, chat: Sequence[Turn]) -> tuple[str, bool]:
+        shape, _ = marked(chat, thoughts=not keeps_thoughts(self._source))
+        form = self._form_of(json.dumps(shape))
+        if isinstance(form, str):
+            return form, True
+        try:
+            return self._apply(form.written(chat)), False
+        except ValueError as error:
+            return str(error), True
+
+    def _find_form(self, shape: str) -> Form | str:
+        """The form in which the template says all of a chat of this shape, or why there is none."""
+        chat, keys = marked(json.loads(shape), thoughts=not keeps_thoughts(self._source))
+        refused, left_out = "", None
+        for form in forms_for(self._source, chat):
+            try:
+                text = self._apply(form.written(chat))
+            except ValueError as error:
+                refused = refused or str(error)
+                continue
+            lost = [key for mark, key in keys.items() if mark not in text]
+            if not lost:
+                return form
+            left_out = lost if left_out is None or len(lost) < len(left_out) else left_out
+        if left_out is None:
+            return refused
+        role = chat[int(left_out[0].partition(".")[0])]["role"]
+        return (
+            f"the chat template leaves out messages.{left_out[0]} (role {role}); take it out of the row, or use a "
+            "model or data_args.template that says it"
+        )
+
+    def _apply(self, chat: list[dict[str, object]]) -> str:
         from jinja2 import TemplateError
 
         try:
             text = self._tokenizer.apply_chat_template(
-                [dict(turn) for turn in chat],
+                chat,  # type: ignore[arg-type]
                 chat_template=self._template,
                 add_generation_prompt=True,
                 tokenize=False,
             )
-        except TemplateError as error:
-            return f"the chat template refuses it: {error}", True
+        # Templates are programs: what they do not expect raises Python's own errors, too.
+        except (TemplateError, TypeError, LookupError, AttributeError) as error:
+            raise ValueError(f"the chat template refuses it: {error}") from error
         assert isinstance(text, str)
-        return text, False
+        return text
