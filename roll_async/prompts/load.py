@@ -14,7 +14,7 @@ from roll_async.config.schema import DataArguments, RLVRConfig
 from roll_async.config.schema_rollout import MATHS_RULES
 from roll_async.prompts.row_tools import tools_of_row
 from roll_async.prompts.rows import BadRows, Columns, Row, content_digest, final_number, read_rows
-from roll_async.prompts.tokenizer import ChatEncoder, at_time, load_tokenizer
+from roll_async.prompts.tokenizer import ChatEncoder, load_tokenizer, told
 from roll_async.prompts.turns import Turn
 from roll_async.schema import Prompt
 
@@ -42,6 +42,8 @@ class DataOptions:
     tokenizer_folder: str
     template_time: str | None = None
     """What the template is told of the time; None = the clock."""
+    template_kwargs: Mapping[str, object] = field(default_factory=dict)
+    """Variables of the template."""
     supervised: frozenset[str] = frozenset()
     """Domains whose ground truth is trained on; answers longer than `response_length` are skipped and counted."""
     response_length: int = 0
@@ -80,6 +82,7 @@ class DataOptions:
             domains={name: tuple(r.tag_included) for name, r in config.rewards.items()},
             tokenizer_folder=config.pretrain,
             template_time=config.template_time,
+            template_kwargs=data.template_kwargs,
             supervised=frozenset(name for name, part in config.loss_parts.items() if part == "cross_entropy"),
             response_length=config.response_length,
             maths=frozenset(name for name, r in config.rewards.items() if r.type in MATHS_RULES),
@@ -224,15 +227,20 @@ def _unrouted(tags: Counter[str]) -> str:
     return f"{tags.total()} whose tag belongs to no domain ({named})"
 
 
+def _encoder(options: DataOptions) -> ChatEncoder:
+    tokenizer = load_tokenizer(options.tokenizer_folder)
+    encoder = ChatEncoder(tokenizer, options.template)
+    told(tokenizer, options.template, options.template_time, options.template_kwargs)
+    return encoder
+
+
 def _tokenised(
     rows: Iterable[tuple[Row, str]], options: DataOptions
 ) -> Iterator[tuple[tuple[Row, str], list[int] | str]]:
     """Every row with its token ids or the reason it has none, in order."""
     chunks = _chunks(rows)
     if options.num_workers == 1:
-        renderer = ChatEncoder(
-            at_time(load_tokenizer(options.tokenizer_folder), options.template_time), options.template
-        )
+        renderer = _encoder(options)
         for chunk in chunks:
             yield from zip(chunk, renderer.render([row.messages for row, _ in chunk]), strict=True)
         return
@@ -251,9 +259,9 @@ def _tokenised_in_processes(
         options.num_workers,
         mp_context=get_context("spawn"),
         initializer=_start_worker,
-        initargs=(options.tokenizer_folder, options.template_time, options.template),
+        initargs=(replace(options, checks={}),),  # which a process need not be able to import
     ) as pool:
-        ChatEncoder(load_tokenizer(options.tokenizer_folder), options.template)  # its errors are readable here
+        _encoder(options)  # its errors are readable here
         under_way = []
         for chunk in chunks:
             under_way.append((chunk, pool.submit(_render, [row.messages for row, _ in chunk])))
@@ -273,9 +281,9 @@ def _chunks(rows: Iterable[tuple[Row, str]]) -> Iterator[list[tuple[Row, str]]]:
 _worker_renderer: ChatEncoder | None = None  # of this process, so that no task carries a tokenizer
 
 
-def _start_worker(folder: str, time: str | None, template: str) -> None:
+def _start_worker(options: DataOptions) -> None:
     global _worker_renderer
-    _worker_renderer = ChatEncoder(at_time(load_tokenizer(folder), time), template)
+    _worker_renderer = _encoder(options)
 
 
 def _render(chats: Chats) -> list[list[int] | str]:

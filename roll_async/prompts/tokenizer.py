@@ -6,9 +6,10 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache, partial
+from inspect import signature
 from typing import TYPE_CHECKING
 
 from roll_async.prompts.turns import Form, Turn, forms_for, keeps_thoughts, marked
@@ -69,13 +70,61 @@ def load_tokenizer(folder: str, *, proves: bool = True) -> PreTrainedTokenizerBa
     return tokenizer
 
 
-def at_time(tokenizer: PreTrainedTokenizerBase, time: str | None) -> PreTrainedTokenizerBase:
-    """The tokenizer, whose chat template is told this date when it asks for one (ISO 8601); None = the clock."""
+def told(
+    tokenizer: PreTrainedTokenizerBase, template: str, time: str | None, variables: Mapping[str, object]
+) -> PreTrainedTokenizerBase:
+    """The tokenizer, whose chat template reads these variables, and is told this date when it asks for one (ISO 8601;
+    None = the clock). Raises ValueError for a variable that the template (a key of `TEMPLATES`) does not read.
+    """
+    for name, problem in unread(tokenizer, template, variables).items():
+        raise ValueError(f"template_kwargs.{name}: {problem}")
+    given = dict(variables)
     if time is not None:
         # A variable of the template hides the function that Transformers offers under this name (Llama 3 asks for it).
-        told = datetime.fromisoformat(time).strftime
-        tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, strftime_now=told)
+        given["strftime_now"] = datetime.fromisoformat(time).strftime
+    if given:
+        tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **given)
     return tokenizer
+
+
+def unread(tokenizer: PreTrainedTokenizerBase, template: str, variables: Mapping[str, object]) -> dict[str, str]:
+    """Each variable that the template does not read, with what to do about it."""
+    if not variables:
+        return {}
+    known = _variables(tokenizer, template)
+    remedy = (
+        f"name one that it reads ({', '.join(sorted(known))}), or remove it" if known else "it reads none: remove it"
+    )
+    return {
+        name: f"{json.dumps(value)} has no effect: the chat template ({template}) reads no such variable; {remedy}"
+        for name, value in variables.items()
+        if name not in known
+    }
+
+
+def _variables(tokenizer: PreTrainedTokenizerBase, template: str) -> set[str]:
+    """What a template takes from its caller beside the chat and the tokenizer's own tokens."""
+    from jinja2 import TemplateError, nodes
+    from jinja2.meta import find_undeclared_variables
+
+    # As it is compiled for rendering: Transformers has statements of its own (`generation`).
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    source = tokenizer.get_chat_template(TEMPLATES[template])
+    try:
+        tree = _compile_jinja_template(source).environment.parse(source)
+    except TemplateError as error:
+        raise ValueError(f"the chat template ({template}) is none: {error}") from error
+    # To Jinja a name that is set under a condition is one of the caller's, too. It is if the template asks for it
+    # before: `if date_string is not defined`, `date_string | default(...)`.
+    made = {node.name for node in tree.find_all(nodes.Name) if node.ctx != "load"}
+    asked = {
+        node.node.name
+        for node in tree.find_all((nodes.Test, nodes.Filter))
+        if node.name in ("defined", "undefined", "default", "d") and isinstance(node.node, nodes.Name)
+    }
+    given = {"messages", *signature(tokenizer.apply_chat_template).parameters, *tokenizer.special_tokens_map}
+    return find_undeclared_variables(tree) - (made - asked) - given
 
 
 def lost_by(tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -178,12 +178,13 @@ def test_rows_of_code_data_sets_go_from_their_file_to_a_score_and_malformed_ones
 
 
 @pytest.mark.parametrize("num_workers", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_the_date_that_a_template_writes_is_that_of_the_first_start(folder, tmp_path, num_workers):
+def test_a_template_is_told_the_date_of_the_first_start_and_the_variables_of_the_config(folder, tmp_path, num_workers):
     """As Llama 3.2's does; a resumed run would have other prompts tomorrow."""
     tokenizer = load_tokenizer(folder)
-    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}: {{ messages[0].content }}"
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}{{ sign | default('.') }} {{ messages[0].content }}"
     tokenizer.save_pretrained(tmp_path / "dated")
-    dated = {"template": "native", "template_time": "2020-02-03T04:05:06", "num_workers": num_workers}
+    told = {"template_time": "2020-02-03T04:05:06", "template_kwargs": {"sign": ":"}}
+    dated = {"template": "native", **told, "num_workers": num_workers}
     (prompt,) = load_prompts(options(str(tmp_path / "dated"), data(tmp_path, row(0, "2+2")), **dated))["math"]
     assert load_tokenizer(folder).decode(prompt.token_ids) == "03 Feb 2020: 2+2"
 

@@ -36,8 +36,7 @@ DEVELOPING = SAYS.replace("{{ m", "{{ '(developer)' if m.role == 'developer' }}{
 DROPPING = "{% for m in messages if m.role in ('user', 'assistant', 'system') %}" + TURN + "{% endfor %}"
 THINKING = (
     "{% for m in messages %}{% if m.reasoning_content and loop.last %}"
-    "<think>{{ m.reasoning_content }}</think>{% endif %}" + TURN
-    + "{% endfor %}"
+    "<think>{{ m.reasoning_content }}</think>{% endif %}" + TURN + "{% endfor %}"
 )
 
 
