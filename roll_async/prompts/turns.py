@@ -46,7 +46,7 @@ def _turn(turn: Mapping[str, object], key: str) -> Turn:
     given = {name: value for name, value in turn.items() if value is not None}  # parquet has null for a key it lacks
     role, content = given.pop("role", None), given.pop("content", None)
     if not isinstance(role, str) or not role:
-        raise ValueError(f"{key}.role: {_shown(role)} is no text; write system, user, assistant or tool")
+        raise ValueError(f"{key}.role: {role!r:.60} is no text; write system, user, assistant or tool")
     calls = _calls(given.pop("tool_calls", None), f"{key}.tool_calls")
     if calls and role != "assistant":
         raise ValueError(f"{key}.tool_calls: a turn of role {role} calls no tools; remove them, or set role: assistant")
@@ -74,7 +74,7 @@ def _turn(turn: Mapping[str, object], key: str) -> Turn:
 
 def _string(value: object, key: str) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{key}: {_shown(value)} is no text; write a string")
+        raise ValueError(f"{key}: {value!r:.60} is no text; write a string")
     return value
 
 
@@ -83,10 +83,10 @@ def _text(content: object, key: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise ValueError(f"{key}: {_shown(content)} is no text; write a string or a list of parts of type text")
+        raise ValueError(f"{key}: {content!r:.60} is no text; write a string or a list of parts of type text")
     for index, part in enumerate(content):
         if not isinstance(part, dict) or part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(f"{key}.{index}: {_shown(part)} is no part of type text; write content: text alone")
+            raise ValueError(f"{key}.{index}: {part!r:.60} is no part of type text; write content: text alone")
     return "".join(part["text"] for part in content)
 
 
@@ -94,14 +94,14 @@ def _calls(calls: object, key: str) -> list[dict[str, object]]:
     if not calls:
         return []
     if not isinstance(calls, list):
-        raise ValueError(f"{key}: {_shown(calls)} must be a list of calls")
+        raise ValueError(f"{key}: {calls!r:.60} must be a list of calls")
     return [_call(call, f"{key}.{index}") for index, call in enumerate(calls)]
 
 
 def _call(call: object, key: str) -> dict[str, object]:
     function = call.get("function", call) if isinstance(call, dict) else None  # some files leave the wrapping out
     if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ValueError(f'{key}: {_shown(call)} is no call; write {{"function": {{"name": text, "arguments": JSON}}}}')
+        raise ValueError(f'{key}: {call!r:.60} is no call; write {{"function": {{"name": text, "arguments": JSON}}}}')
     arguments = function.get("arguments")
     text = arguments if isinstance(arguments, str) else json.dumps({} if arguments is None else arguments)
     try:
@@ -109,13 +109,9 @@ def _call(call: object, key: str) -> dict[str, object]:
     except (ValueError, RecursionError):
         is_object = False
     if not is_object:
-        raise ValueError(f"{key}.function.arguments: {_shown(arguments)} is no JSON object; write one, or its text")
+        raise ValueError(f"{key}.function.arguments: {arguments!r:.60} is no JSON object; write one, or its text")
     named = {} if call.get("id") is None else {"id": _string(call["id"], f"{key}.id")}
     return {**named, "type": "function", "function": {"name": function["name"], "arguments": text or "{}"}}
-
-
-def _shown(value: object) -> str:
-    return repr(value)[:60]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +144,14 @@ class Form:
             found[self.thought] = thought
         if calls := _calls_of(turn):
             names.update((call.get("id"), call["function"]["name"]) for call in calls)
-            found["tool_calls"] = calls if self.arguments_as_text else list(map(_with_object, calls))
+            found["tool_calls"] = (
+                calls
+                if self.arguments_as_text
+                else [
+                    {**c, "function": {**c["function"], "arguments": json.loads(c["function"]["arguments"])}}
+                    for c in calls
+                ]
+            )
         if turn["role"] == "tool" and "name" not in turn and (name := names.get(turn.get("tool_call_id"))):
             found["name"] = name  # OpenAI's form leaves it out, and some templates write it
         return found
@@ -189,16 +192,18 @@ def marked(chat: Sequence[Turn], *, thoughts: bool) -> tuple[list[Turn], dict[st
     def mark(key: str, text: object) -> object:
         if not isinstance(text, str) or not text.strip():
             return text
-        return _next(keys, key)
+        keys[(made := _MARK.format(len(keys)))] = key
+        return made
 
     def call_mark(call: dict, key: str) -> dict:
-        function, named = call["function"], {}
-        if "id" in call:
-            named = {"id": ids.setdefault(call["id"], f"call{len(ids):05}")}
-        said = {"name": _next(keys, f"{key}.function.name"), "arguments": "{}"}
-        if json.loads(function["arguments"]):
-            said["arguments"] = json.dumps({"key": _next(keys, f"{key}.function.arguments")})
-        return {**call, **named, "function": said}
+        name, arguments = mark(f"{key}.function.name", call["function"]["name"]), "{}"
+        if json.loads(call["function"]["arguments"]):
+            arguments = json.dumps({"key": mark(f"{key}.function.arguments", "said")})
+        named = {"id": id_of(call["id"])} if "id" in call else {}
+        return {**call, **named, "function": {"name": name, "arguments": arguments}}
+
+    def id_of(given: object) -> str:
+        return ids.setdefault(given, f"call{len(ids):05}")  # nine characters, which some templates demand
 
     found: list[Turn] = []
     for index, turn in enumerate(chat):
@@ -208,17 +213,11 @@ def marked(chat: Sequence[Turn], *, thoughts: bool) -> tuple[list[Turn], dict[st
         if calls := _calls_of(turn):
             shape["tool_calls"] = [call_mark(call, f"{index}.tool_calls.{i}") for i, call in enumerate(calls)]
         if "tool_call_id" in turn:
-            shape["tool_call_id"] = ids.setdefault(turn["tool_call_id"], f"call{len(ids):05}")
+            shape["tool_call_id"] = id_of(turn["tool_call_id"])
         if "name" in turn:
             shape["name"] = "name"
         found.append(shape)
     return found, keys
-
-
-def _next(keys: dict[str, str], key: str) -> str:
-    mark = _MARK.format(len(keys))
-    keys[mark] = key
-    return mark
 
 
 def _calls_of(turn: Turn) -> list[dict]:
@@ -228,8 +227,3 @@ def _calls_of(turn: Turn) -> list[dict]:
 
 def _is_silent(turn: Turn) -> bool:
     return not turn["content"] and bool(_calls_of(turn))
-
-
-def _with_object(call: dict) -> dict:
-    function = call["function"]
-    return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
