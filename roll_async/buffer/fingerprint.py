@@ -2,8 +2,8 @@
 
 They are saved with ledger and checkpoint. Prompts are known by what their rows say, not by how they were rendered or
 where their files lie. If data, seed or order have changed, a position means another prompt, and resuming is refused. If
-only the rendering has changed, the run goes on with a warning. If only the size or the filter of groups has changed,
-finished groups are generated again.
+only the rendering has changed, the run goes on with a warning. If only the size or the filter of groups or the
+variables of the chat template have changed, finished groups are generated again.
 """
 
 from __future__ import annotations
@@ -55,7 +55,12 @@ def _first(at: PromptAt) -> list[Prompt]:
 def _said(prompt: Prompt) -> bytes:
     """A row's content; a task without a row (a world and its seed) is what its fields say."""
     content = prompt.content or [prompt.row_id, prompt.text, prompt.ground_truth, dict(prompt.extra)]
-    return json.dumps([prompt.domain, content], sort_keys=True).encode()  # a row's keys may come in any order
+    return sorted_json([prompt.domain, content]).encode()
+
+
+def sorted_json(value: object) -> str:
+    """The same whatever the order in which keys were written."""
+    return json.dumps(value, sort_keys=True)
 
 
 def _checksum(said: bytes) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from roll_async.buffer.fingerprint import SEED
+from roll_async.buffer.fingerprint import SEED, sorted_json
 from roll_async.config.schema import PipelineConfig
 from roll_async.config.staleness import StalenessPolicy, admission_limit, default_max_versions, staleness_bound
 from roll_async.schema import WeightVersion
@@ -100,6 +100,7 @@ class QueueOptions:
             fingerprint={
                 "samples per group": str(config.samples_per_group),
                 SEED: str(config.seed),
+                "template_kwargs": sorted_json(config.template_kwargs),
                 "filter_groups": f"{groups.metric} > {groups.variance_threshold:g}" if groups.enable else "off",
             },
             batch_timeout_s=a.batch_timeout,

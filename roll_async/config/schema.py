@@ -134,6 +134,11 @@ class PipelineConfig:
     fault: FaultPolicy = section(FaultPolicy)
     """Limits on the failures that a run tolerates."""
 
+    @property
+    def template_kwargs(self) -> Mapping[str, object]:
+        """Variables of the chat template that prompts and turns of training are rendered with."""
+        return {} if self.actor_train.data_args is None else self.actor_train.data_args.template_kwargs
+
     def roles(self) -> Iterator[tuple[str, WorkerConfig]]:
         """Configured roles, in a fixed order."""
         workers = (self.actor_train, self.actor_infer, self.reference, self.critic, self.teacher)

@@ -21,6 +21,8 @@ REWARDS = {
     "distilled": None,
 }
 """Name of a reward to its class or function, which judges in worker processes."""
+MATHS_RULES = ("math_rule", "math_service")
+"""Rewards that compare numbers and expressions."""
 LOSS_PARTS = {"supervised": "cross_entropy", "distilled": "reference_kl"}
 """Types that score nothing: their rows feed another part of the loss than the policy's."""
 ANSWER_READERS = ("math_rule", "math_service", "multiple_choice", "qa", "exact_match")

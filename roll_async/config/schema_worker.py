@@ -96,6 +96,10 @@ class DataArguments:
     """Paths, one or a list; json, jsonl or parquet by suffix."""
     template: Literal["native", "qwen2_5", "qwen3", "chatml", "base"] = "native"
     """Chat template; native = the tokenizer's own."""
+    template_kwargs: Mapping[str, object] = derived()
+    """Variables that the chat template reads, as `{enable_thinking: false}` (`date_string`, `reasoning_effort`, ...);
+    default: none, in a validation with the same template those of actor_train. Agents have them, too: in agentic
+    configs this key stands alone in `actor_train.data_args`."""
     messages: str | None = derived()
     """Column with chat turns; default: messages, unless `prompt` names a column."""
     prompt: str | None = None

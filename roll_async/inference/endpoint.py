@@ -93,9 +93,14 @@ class ChatEndpoint:
         if self._http is not None:
             await self._http.close()
 
-    async def chat(self, messages: Sequence[Mapping[str, str]], sampling: SamplingParams) -> tuple[str, FinishReason]:
-        """The answer. Raises Refused for a request that the server does not take, ConnectionError when it does not
-        answer after all attempts.
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        sampling: SamplingParams,
+        template_kwargs: Mapping[str, object] | None = None,
+    ) -> tuple[str, FinishReason]:
+        """The answer. `template_kwargs`: variables of the server's chat template. Raises Refused for a request that the
+        server does not take, ConnectionError when it does not answer after all attempts.
         """
         body: dict[str, object] = {
             "model": self.model,
@@ -108,6 +113,8 @@ class ChatEndpoint:
             body["stop"] = list(sampling.stop_strings)
         if sampling.top_k > 0:  # these are not in OpenAI's own interface
             body["top_k"] = sampling.top_k
+        if template_kwargs:
+            body["chat_template_kwargs"] = dict(template_kwargs)
         if sampling.repetition_penalty != 1:
             body["repetition_penalty"] = sampling.repetition_penalty
         # Held over the retries: while one request waits for a busy server no further one goes there.

@@ -20,7 +20,7 @@ from roll_async.agents.worlds import AgentParts, TagPlan
 from roll_async.config.schema import AgenticConfig, EnvConfig, EnvManagerConfig
 from roll_async.envs.pool import WorldPool
 from roll_async.envs.registry import WorldSpec, build, check
-from roll_async.prompts.tokenizer import at_time, load_tokenizer
+from roll_async.prompts.tokenizer import load_tokenizer, told
 from roll_async.rollout.chat_scheduler import sampling_of
 from roll_async.rollout.filters.group_filter import GroupFilter
 from roll_async.rollout.groups import GroupOptions
@@ -71,7 +71,9 @@ async def agent_parts(config: AgenticConfig, stack: AsyncExitStack, *, trains: b
     stack.callback(book.close)
     return AgentParts(
         tags={tag: await _tag_plan(config, tag, env, stack) for tag, env in config.custom_envs.items()},
-        renderer=TemplateRenderer(at_time(load_tokenizer(config.pretrain), config.template_time)),
+        renderer=TemplateRenderer(
+            told(load_tokenizer(config.pretrain), "native", config.template_time, config.template_kwargs)
+        ),
         worlds=worlds,
         validation_worlds=validation_worlds,
         gateway=gateway,

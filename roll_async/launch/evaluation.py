@@ -28,6 +28,7 @@ from roll_async.pipelines.validation import HeldOut, SetSampling, Validation
 from roll_async.prompts.end_marks import EndMarks
 from roll_async.prompts.rows import BadRows, read_rows
 from roll_async.prompts.tokenizer import batch_decoder, load_tokenizer
+from roll_async.prompts.turns import Turn
 from roll_async.rewards.serving.router import RewardRouter
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
 from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
@@ -78,7 +79,7 @@ def for_evaluation(config: C, model: str | None) -> C:
         changes["val_env_manager"] = replace(config.val_env_manager, mode="pause")
     for name, role in config.roles():
         arguments = replace(role.model_args, model_name_or_path=model)
-        data = None if role.data_args is None else held_out
+        data = role.data_args if held_out is None or role.data_args is None else held_out
         changes[name] = replace(loading_weights(role), model_args=arguments, data_args=data)
     changes["weight_sync"] = replace(config.weight_sync, adapters="merged")  # nobody pushes adapters to these engines
     return replace(config, **changes)
@@ -144,12 +145,15 @@ class EndpointRunner:
         self, config: RLVRConfig, endpoint: ChatEndpoint, router: RewardRouter, tokenizer: PreTrainedTokenizerBase
     ) -> None:
         self._endpoint, self._router, self._tokenizer = endpoint, router, tokenizer
-        self._chats: dict[tuple[str, str], Sequence[Mapping[str, str]]] = {}
+        self._chats: dict[tuple[str, str], tuple[Sequence[Turn], Mapping[str, object]]] = {}
         assert config.validation is not None
-        for _, data in config.validation.data.values():
+        for key, data in config.validation.data.values():
             options = data_options(config, data)
             for row in read_rows(options.files, options.columns, BadRows()):
-                self._chats[row.row_id, row.messages[-1]["content"]] = row.messages
+                _, variables = self._chats.setdefault((row.row_id, row.text), (row.messages, data.template_kwargs))
+                if variables != data.template_kwargs:
+                    message = f"row {row.row_id} is in another set with others, and an address is asked in one way"
+                    raise ValueError(f"{key}.template_kwargs: {message}; measure the sets one by one")
 
     async def run(self, request: TrajectoryRequest) -> Trajectory | Ended:
         """One scored answer; what the server refuses and what has no score gives none. Raises ConnectionError when the
@@ -158,8 +162,9 @@ class EndpointRunner:
         loop, prompt, sampling = asyncio.get_running_loop(), request.prompt, request.sampling
         assert sampling is not None, "a validation says how it samples"
         began_s, row = loop.time(), f"row {prompt.row_id}"
+        messages, variables = self._chats[prompt.row_id, prompt.text]
         try:
-            text, finish = await self._endpoint.chat(self._chats[prompt.row_id, prompt.text], sampling)
+            text, finish = await self._endpoint.chat(messages, sampling, variables)
         except Refused as error:
             return Ended(reason=EndReason.FAILED, text=f"{row}: {error}")
         generation_s = loop.time() - began_s

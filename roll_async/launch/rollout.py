@@ -41,7 +41,7 @@ from roll_async.prompts.end_marks import EndMarks
 from roll_async.prompts.load import DataOptions, judged, load_prompts
 from roll_async.prompts.pool import PooledPrompts, PromptPoolOptions
 from roll_async.prompts.stream import ShuffledPrompts
-from roll_async.prompts.tokenizer import at_time, load_tokenizer
+from roll_async.prompts.tokenizer import load_tokenizer, told
 from roll_async.rewards.row_checks import REFERENCE_COLUMNS, row_checks
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
 from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
@@ -268,8 +268,9 @@ def _tools(spec: RolloutSpec, config: RLVRConfig) -> ToolCompletionCallback | No
     if not spec.tools:
         return None
     assert config.actor_train.data_args is not None
-    tokenizer = at_time(load_tokenizer(config.pretrain), config.template_time)
-    renderer = TemplateRenderer(tokenizer, config.actor_train.data_args.template)
+    template = config.actor_train.data_args.template
+    tokenizer = told(load_tokenizer(config.pretrain), template, config.template_time, config.template_kwargs)
+    renderer = TemplateRenderer(tokenizer, template)
     renderer.between(0, ["x"])  # a template that drops results is refused now, not at the first call of the run
     return spec.tool_callback(spec.tools, renderer, timeout_s=config.fault.env_timeout)
 

@@ -7,15 +7,17 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from roll_async.config.schema import DataArguments, RLVRConfig
+from roll_async.config.schema_rollout import MATHS_RULES
 from roll_async.observe.thoughts import continuing, marks_of, thought_of
 from roll_async.prompts.end_marks import EndMarks
 from roll_async.prompts.row_tools import tools_of_row
-from roll_async.prompts.rows import BadRows, Columns, Row, content_digest, read_rows
-from roll_async.prompts.tokenizer import ChatEncoder, EncodedChat, at_time, load_tokenizer
+from roll_async.prompts.rows import BadRows, Columns, Row, content_digest, final_number, read_rows
+from roll_async.prompts.tokenizer import ChatEncoder, EncodedChat, load_tokenizer, told
+from roll_async.prompts.turns import Turn
 from roll_async.schema import Prompt
 
 logger = logging.getLogger(__name__)
@@ -25,7 +27,7 @@ _PAUSES_S = (0.2, 1.0, 4.0)
 _CHUNK_ROWS = 512
 """Rows rendered and tokenised together, and handed to a worker process as one task."""
 
-Chats = list[tuple[Mapping[str, str], ...]]
+Chats = list[tuple[Turn, ...]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,10 +44,14 @@ class DataOptions:
     tokenizer_folder: str
     template_time: str | None = None
     """What the template is told of the time; None = the clock."""
+    template_kwargs: Mapping[str, object] = field(default_factory=dict)
+    """Variables of the template."""
     supervised: frozenset[str] = frozenset()
     """Domains whose ground truth is trained on; answers longer than `response_length` are skipped and counted."""
     response_length: int = 0
     """Tokens, the end mark included."""
+    maths: frozenset[str] = frozenset()
+    """Domains under a maths rule: of a GSM8K solution, its number is the ground truth."""
     styles: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Values of `reward_model.style` a domain takes; a domain that is not here takes all."""
     checks: Mapping[str, Callable[[str, Mapping[str, str]], object]] = field(default_factory=dict)
@@ -78,8 +84,10 @@ class DataOptions:
             domains={name: tuple(r.tag_included) for name, r in config.rewards.items()},
             tokenizer_folder=config.pretrain,
             template_time=config.template_time,
+            template_kwargs=data.template_kwargs,
             supervised=frozenset(name for name, part in config.loss_parts.items() if part == "cross_entropy"),
             response_length=config.response_length,
+            maths=frozenset(name for name, r in config.rewards.items() if r.type in MATHS_RULES),
             styles={name: r.style_included for name, r in config.rewards.items() if r.style_included},
             checks=checks,
             num_workers=data.preprocessing_num_workers,
@@ -110,6 +118,8 @@ def _load(options: DataOptions, every_domain: bool) -> dict[str, list[Prompt]]:
             if domain is None:
                 unrouted[row.tag] += 1
                 continue
+            if domain in options.maths:
+                row = replace(row, ground_truth=final_number(row.ground_truth))
             problem = _problem(row, options.checks.get(domain))
             if problem:
                 bad.add(f"{row.where}: {problem}")
@@ -218,7 +228,7 @@ def _prompt(row: Row, domain: str, ids: Sequence[int], thought: str, answer: arr
         thought=thought,
         domain=domain,
         ground_truth=row.ground_truth,
-        text=row.messages[-1]["content"],
+        text=row.text,
         extra=row.extra,
         answer_ids=answer,
         content=content_digest(row.messages, row.ground_truth, row.extra),
@@ -232,15 +242,20 @@ def _unrouted(tags: Counter[str]) -> str:
     return f"{tags.total()} whose tag belongs to no domain ({named})"
 
 
+def _encoder(options: DataOptions) -> ChatEncoder:
+    tokenizer = load_tokenizer(options.tokenizer_folder)
+    encoder = ChatEncoder(tokenizer, options.template)
+    told(tokenizer, options.template, options.template_time, options.template_kwargs)
+    return encoder
+
+
 def _tokenised(
     rows: Iterable[tuple[Row, str]], options: DataOptions
 ) -> Iterator[tuple[tuple[Row, str], EncodedChat | str]]:
     """Every row with its prompt or the reason it has none, in order."""
     chunks = _chunks(rows)
     if options.num_workers == 1:
-        renderer = ChatEncoder(
-            at_time(load_tokenizer(options.tokenizer_folder), options.template_time), options.template
-        )
+        renderer = _encoder(options)
         for chunk in chunks:
             yield from zip(chunk, renderer.render(*_chats(chunk, options)), strict=True)
         return
@@ -259,9 +274,9 @@ def _tokenised_in_processes(
         options.num_workers,
         mp_context=get_context("spawn"),
         initializer=_start_worker,
-        initargs=(options.tokenizer_folder, options.template_time, options.template),
+        initargs=(replace(options, checks={}),),  # which a process need not be able to import
     ) as pool:
-        ChatEncoder(load_tokenizer(options.tokenizer_folder), options.template)  # its errors are readable here
+        _encoder(options)  # its errors are readable here
         under_way = []
         for chunk in chunks:
             under_way.append((chunk, pool.submit(_render, *_chats(chunk, options))))
@@ -287,9 +302,9 @@ def _chats(chunk: Sequence[tuple[Row, str]], options: DataOptions) -> tuple[Chat
 _worker_renderer: ChatEncoder | None = None  # of this process, so that no task carries a tokenizer
 
 
-def _start_worker(folder: str, time: str | None, template: str) -> None:
+def _start_worker(options: DataOptions) -> None:
     global _worker_renderer
-    _worker_renderer = ChatEncoder(at_time(load_tokenizer(folder), time), template)
+    _worker_renderer = _encoder(options)
 
 
 def _render(chats: Chats, references: list[str | None]) -> list[EncodedChat | str]:

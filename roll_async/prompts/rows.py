@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from roll_async.prompts.turns import Turn, parse_turns
+
 MAX_BAD_ROWS = 100
 _ORIGINS = {
     "gsm8k": "it is the GSM8K file of openai/grade-school-math (grade_school_math/data); put it there or pass its "
@@ -22,7 +24,7 @@ _ORIGINS = {
     "aime": "make it with: python examples/async_dapo/process_aime24.py --local_dir DIR",
     "dapo-math": "make it with: bash examples/dapo/prepare_dapo_data.sh",
 }
-_GSM8K_ANSWER = re.compile(r"(?:^|\n)#### *([^\n]+?)\s*$")
+_GSM8K_ANSWER = re.compile(r"(?:^|\n)#### *([-+]?\$?\d[\d,]*(?:\.\d+)?)\s*\Z")
 """The last line of a GSM8K solution; the reasoning stands before it."""
 
 
@@ -47,15 +49,21 @@ class Row:
     """File and line, for messages to the user."""
     row_id: str
     tag: str
-    messages: tuple[Mapping[str, str], ...]
+    messages: tuple[Turn, ...]
+    """As `turns.py` describes."""
     ground_truth: str
     style: str = ""
     """`reward_model.style` of verl's schema: rule, model, ..."""
     extra: Mapping[str, str] = field(default_factory=dict)
     """The columns nothing else uses: text as it is, everything else as JSON. Reward functions read them."""
 
+    @property
+    def text(self) -> str:
+        """The last turn, which is the question or what a tool says."""
+        return str(self.messages[-1]["content"])
 
-def content_digest(messages: Sequence[Mapping[str, str]], ground_truth: str, extra: Mapping[str, str]) -> str:
+
+def content_digest(messages: Sequence[Turn], ground_truth: str, extra: Mapping[str, str]) -> str:
     """What a row says, whatever file it is in and however it is rendered: 16 hexadecimal digits."""
     said = json.dumps([list(map(dict, messages)), ground_truth, dict(extra)], sort_keys=True, ensure_ascii=True)
     return hashlib.blake2b(said.encode(), digest_size=8).hexdigest()
@@ -182,27 +190,19 @@ def _row_id(record: dict, columns: Columns, where: str) -> str:
     return "/".join(str(part) for part in parts if part not in (None, ""))
 
 
-def _messages(record: dict, columns: Columns) -> tuple[Mapping[str, str], ...]:
+def _messages(record: dict, columns: Columns) -> tuple[Turn, ...]:
     if columns.prompt is not None:
-        turns = record[columns.prompt]
-    elif record.get(columns.messages) is not None:
-        turns = record[columns.messages]
+        name, turns = columns.prompt, record[columns.prompt]
+    elif columns.messages is not None and record.get(columns.messages) is not None:
+        name, turns = columns.messages, record[columns.messages]
         turns = json.loads(turns) if isinstance(turns, str) else turns
     elif record.get("prompt") is not None:  # verl's schema keeps the chat there
-        turns = record["prompt"]
+        name, turns = "prompt", record["prompt"]
     else:
         raise KeyError(columns.messages)
     if isinstance(turns, str):
         turns = [{"role": "user", "content": turns}]
-    if not isinstance(turns, list) or not turns or not all(_is_turn(t) for t in turns):
-        raise ValueError("the chat must be a non-empty list of {role: text, content: text}")
-    if turns[-1]["role"] == "assistant":
-        raise ValueError("the chat ends with an answer of the assistant; there is nothing to generate")
-    return tuple({"role": t["role"], "content": t["content"]} for t in turns)
-
-
-def _is_turn(turn: object) -> bool:
-    return isinstance(turn, dict) and all(isinstance(turn.get(key), str) for key in ("role", "content"))
+    return parse_turns(turns, name)
 
 
 def _ground_truth(record: dict, columns: Columns) -> str:
@@ -213,9 +213,13 @@ def _ground_truth(record: dict, columns: Columns) -> str:
         if any(record.get(name) for name in columns.references):
             return ""
         raise KeyError(columns.ground_truth)
-    text = _text(value)
-    gold = _GSM8K_ANSWER.search(text)
-    return gold[1].replace(",", "") if gold else text  # GSM8K writes thousands as 1,000
+    return _text(value)
+
+
+def final_number(ground_truth: str) -> str:
+    """What a maths rule compares with: the number in the last line of a GSM8K solution, else all of it."""
+    gold = _GSM8K_ANSWER.search(ground_truth)
+    return gold[1].replace(",", "") if gold else ground_truth  # GSM8K writes thousands as 1,000
 
 
 def _extra(record: dict, columns: Columns) -> dict[str, str]:

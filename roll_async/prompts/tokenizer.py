@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import threading
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
-from functools import partial
+from functools import lru_cache, partial
+from inspect import signature
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 from roll_async.observe.thoughts import holds_thought, marks_of, opening_at_end, with_thought_closed
+from roll_async.prompts.turns import Form, Turn, forms_for, keeps_thoughts, marked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,6 +48,8 @@ _BLOCK = 1 << 14
 """Characters that are searched at a time: a search of megabytes would hold the interpreter."""
 _IMPORTING = threading.Lock()
 """transformers makes its names while it is imported: one that a second thread asks for meanwhile may be missing."""
+_SHAPES = 1024
+"""Chats of so many shapes (roles and keys of the turns) are remembered with the form that the template takes."""
 
 
 def load_tokenizer(folder: str, *, proves: bool = True) -> PreTrainedTokenizerBase:
@@ -70,13 +75,61 @@ def load_tokenizer(folder: str, *, proves: bool = True) -> PreTrainedTokenizerBa
     return tokenizer
 
 
-def at_time(tokenizer: PreTrainedTokenizerBase, time: str | None) -> PreTrainedTokenizerBase:
-    """The tokenizer, whose chat template is told this date when it asks for one (ISO 8601); None = the clock."""
+def told(
+    tokenizer: PreTrainedTokenizerBase, template: str, time: str | None, variables: Mapping[str, object]
+) -> PreTrainedTokenizerBase:
+    """The tokenizer, whose chat template reads these variables, and is told this date when it asks for one (ISO 8601;
+    None = the clock). Raises ValueError for a variable that the template (a key of `TEMPLATES`) does not read.
+    """
+    for name, problem in unread(tokenizer, template, variables).items():
+        raise ValueError(f"template_kwargs.{name}: {problem}")
+    given = dict(variables)
     if time is not None:
         # A variable of the template hides the function that Transformers offers under this name (Llama 3 asks for it).
-        told = datetime.fromisoformat(time).strftime
-        tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, strftime_now=told)
+        given["strftime_now"] = datetime.fromisoformat(time).strftime
+    if given:
+        tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **given)
     return tokenizer
+
+
+def unread(tokenizer: PreTrainedTokenizerBase, template: str, variables: Mapping[str, object]) -> dict[str, str]:
+    """Each variable that the template does not read, with what to do about it."""
+    if not variables:
+        return {}
+    known = _variables(tokenizer, template)
+    remedy = (
+        f"name one that it reads ({', '.join(sorted(known))}), or remove it" if known else "it reads none: remove it"
+    )
+    return {
+        name: f"{json.dumps(value)} has no effect: the chat template ({template}) reads no such variable; {remedy}"
+        for name, value in variables.items()
+        if name not in known
+    }
+
+
+def _variables(tokenizer: PreTrainedTokenizerBase, template: str) -> set[str]:
+    """What a template takes from its caller beside the chat and the tokenizer's own tokens."""
+    from jinja2 import TemplateError, nodes
+    from jinja2.meta import find_undeclared_variables
+
+    # As it is compiled for rendering: Transformers has statements of its own (`generation`).
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    source = tokenizer.get_chat_template(TEMPLATES[template])
+    try:
+        tree = _compile_jinja_template(source).environment.parse(source)
+    except TemplateError as error:
+        raise ValueError(f"the chat template ({template}) is none: {error}") from error
+    # To Jinja a name that is set under a condition is one of the caller's, too. It is if the template asks for it
+    # before: `if date_string is not defined`, `date_string | default(...)`.
+    made = {node.name for node in tree.find_all(nodes.Name) if node.ctx != "load"}
+    asked = {
+        node.node.name
+        for node in tree.find_all((nodes.Test, nodes.Filter))
+        if node.name in ("defined", "undefined", "default", "d") and isinstance(node.node, nodes.Name)
+    }
+    given = {"messages", *signature(tokenizer.apply_chat_template).parameters, *tokenizer.special_tokens_map}
+    return find_undeclared_variables(tree) - (made - asked) - given
 
 
 def lost_by(tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -227,12 +280,15 @@ class ChatEncoder:
         self._marks = marks_of(tokenizer)
         if self._template is None and tokenizer.chat_template is None:
             raise ValueError("template native: this tokenizer has no chat template; choose chatml or base")
+        self._source = tokenizer.get_chat_template(self._template)
+        self._form_of = lru_cache(_SHAPES)(self._find_form)
 
     def render(
-        self, chats: Sequence[Sequence[Mapping[str, str]]], references: Sequence[str | None] = ()
+        self, chats: Sequence[Sequence[Turn]], references: Sequence[str | None] = ()
     ) -> list[EncodedChat | str]:
-        """Each chat as tokens, or why the template refused it. `references`: answers that are trained on; before one
-        without a thought, the thought that the template opened is closed, so that the answer is not trained as one.
+        """Each chat as tokens, or why the template refused it, or which text of the chat it leaves out. `references`:
+        answers that are trained on; before one without a thought, the thought that the template opened is closed, so
+        that the answer is not trained as one.
         """
         texts = [self._text(chat) for chat in chats]
         for number, reference in enumerate(references):
@@ -246,17 +302,50 @@ class ChatEncoder:
             for text, refused in texts
         ]
 
-    def _text(self, chat: Sequence[Mapping[str, str]]) -> tuple[str, bool]:
+    def _text(self, chat: Sequence[Turn]) -> tuple[str, bool]:
+        shape, _ = marked(chat, thoughts=not keeps_thoughts(self._source))
+        form = self._form_of(json.dumps(shape))
+        if isinstance(form, str):
+            return form, True
+        try:
+            return self._apply(form.written(chat)), False
+        except ValueError as error:
+            return str(error), True
+
+    def _find_form(self, shape: str) -> Form | str:
+        """The form in which the template says all of a chat of this shape, or why there is none."""
+        chat, keys = marked(json.loads(shape), thoughts=not keeps_thoughts(self._source))
+        refused, left_out = "", None
+        for form in forms_for(self._source, chat):
+            try:
+                text = self._apply(form.written(chat))
+            except ValueError as error:
+                refused = refused or str(error)
+                continue
+            lost = [key for mark, key in keys.items() if mark not in text]
+            if not lost:
+                return form
+            left_out = lost if left_out is None or len(lost) < len(left_out) else left_out
+        if left_out is None:
+            return refused
+        role = chat[int(left_out[0].partition(".")[0])]["role"]
+        return (
+            f"the chat template leaves out messages.{left_out[0]} (role {role}); take it out of the row, or use a "
+            "model or data_args.template that says it"
+        )
+
+    def _apply(self, chat: list[dict[str, object]]) -> str:
         from jinja2 import TemplateError
 
         try:
             text = self._tokenizer.apply_chat_template(
-                [dict(turn) for turn in chat],
+                chat,  # type: ignore[arg-type]
                 chat_template=self._template,
                 add_generation_prompt=True,
                 tokenize=False,
             )
-        except TemplateError as error:
-            return f"the chat template refuses it: {error}", True
+        # Templates are programs: what they do not expect raises Python's own errors, too.
+        except (TemplateError, TypeError, LookupError, AttributeError) as error:
+            raise ValueError(f"the chat template refuses it: {error}") from error
         assert isinstance(text, str)
-        return text, False
+        return text

@@ -98,7 +98,7 @@ def model(tmp_path_factory):
     inner.decoder = tokenizers.decoders.ByteLevel()
     folder = tmp_path_factory.mktemp("model")
     fast = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|end|>")
-    fast.chat_template = BASE
+    fast.chat_template = BASE + "{{ mood | default('') }}"
     fast.save_pretrained(folder)
     (folder / "config.json").write_text("{}")
     return folder
@@ -130,6 +130,15 @@ def evaluate(model, tmp_path, capsys):
 
 
 SAMPLED = "validation.sets={sampled: {generating_args: {temperature: 0.7, top_p: 0.9, num_return_sequences: 4}}}"
+
+
+def test_an_address_is_told_the_variables_of_the_template_and_asked_for_a_row_in_one_way(server, evaluate, tmp_path):
+    code, _, err, _ = evaluate(server.url, "validation.data_args.template_kwargs={mood: calm}")
+    assert code == 0, err
+    assert [b["chat_template_kwargs"] for b in server.bodies] == [{"mood": "calm"}] * 2
+    other = f"validation.sets={{more: {{data_args: {{file_name: {tmp_path}/sums.jsonl, template_kwargs: {{}}}}}}}}"
+    code, _, err, _ = evaluate(server.url, "validation.data_args.template_kwargs={mood: calm}", other)
+    assert code == 2 and "sets.more.data_args.template_kwargs: row row-0 is in another set with others" in err
 
 
 @pytest.mark.slow
@@ -264,10 +273,11 @@ def test_of_an_agentic_config_the_worlds_of_validation_are_left_on_all_engines()
         "eval_steps=0",
         "actor_infer.world_size=2",
         "actor_infer.strategy_args.strategy_config.load_format=dummy",
+        "actor_train.data_args.template_kwargs={enable_thinking: false}",
     ]
     config = for_evaluation(load(WORLDS, apart), "some/model")
     assert config.num_validation_replicas == 0 and config.num_servers == 2
-    assert config.validation_sampling[""].temperature == 0
+    assert config.validation_sampling[""].temperature == 0 and config.template_kwargs == {"enable_thinking": False}
     assert len(validation_tasks(config)[""]) == config.val_batch_size
     assert {role.model_args.model_name_or_path for _, role in config.roles()} == {"some/model"} == {config.pretrain}
     assert config.actor_infer.strategy_args.strategy_config.load_format == "auto"

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from roll_async.config.api import load
+from roll_async.config.api import ConfigError, load, load_with_warnings
+from roll_async.launch.checks.gate import require_models
 from roll_async.launch.checks.inputs import is_hub_name, missing_inputs
 from tests.patience import patient
 
@@ -126,3 +127,25 @@ def test_a_missing_file_of_a_validation_set_is_named_by_the_key_of_its_set():
     found = {key: text for key, text in missing_inputs(config) if key.startswith("validation")}
     assert set(found) == {"validation.data_args.file_name", "validation.sets.more.data_args.file_name"}
     assert "no/more.jsonl" in found["validation.sets.more.data_args.file_name"]
+
+
+def test_a_variable_that_the_chat_template_does_not_read_is_refused_at_its_place_before_anything_starts(tmp_path):
+    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0}, unk_token="?"))
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=inner)
+    fast.chat_template = "{{ messages[0].content }}{{ '<think>' if enable_thinking }}"
+    fast.save_pretrained(tmp_path)
+    named = (
+        f"pretrain={tmp_path}",
+        "actor_train.data_args={file_name: a.jsonl, template_kwargs: {enable_thinking: true}}",
+    )
+    loaded = load_with_warnings(ROOT / "configs" / "rlvr_config_async_cpu.yaml", named)
+    require_models(loaded, loaded.config)
+    typed = "validation.data_args.template_kwargs={enable_thinkin: false}"
+    loaded = load_with_warnings(ROOT / "configs" / "rlvr_config_async_cpu.yaml", [*named, typed])
+    with pytest.raises(ConfigError) as error:
+        require_models(loaded, loaded.config)
+    assert str(error.value) == (
+        f"<override {typed}>: error C203: validation.data_args.template_kwargs.enable_thinkin: false has no effect: "
+        "the chat template (native) reads no such variable; name one that it reads (enable_thinking), or remove it"
+    )

@@ -30,7 +30,7 @@ from multiprocessing.pool import Pool as Processes
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from roll_async.prompts.rows import BadRows, Columns, read_rows
+from roll_async.prompts.rows import BadRows, Columns, final_number, read_rows
 from roll_async.rewards.math_rule import MathRule
 from roll_async.rewards.serving.pool import RewardPool, RewardPoolOptions
 from roll_async.schema import Reward, RewardStatus
@@ -49,7 +49,7 @@ Sample = tuple[str, str, bool | None]
 def samples(path: str, count: int, seed: int, form: str = "plain") -> list[Sample]:
     """Solutions with their answers boxed, in turn right and wrong."""
     columns = Columns(messages=None, prompt="question", ground_truth="answer")
-    gold = [row.ground_truth for row in read_rows([path], columns, BadRows())]
+    gold = [final_number(row.ground_truth) for row in read_rows([path], columns, BadRows())]
     with open(path, encoding="utf-8") as file:
         solutions = [_STEP_MARKS.sub("", json.loads(line)["answer"]).rpartition("####")[0] for line in file]
     assert len(gold) == len(solutions)

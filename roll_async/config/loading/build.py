@@ -4,6 +4,7 @@
 """
 
 import warnings
+from collections.abc import Mapping
 from functools import cache
 from typing import TypeVar, cast
 
@@ -107,10 +108,11 @@ def _fill_worker(worker: WorkerConfig, model: str) -> None:
     if worker.model_args.lora_rank > 0:
         _default(worker.model_args, "lora_alpha", 2.0 * worker.model_args.lora_rank)
     if worker.data_args is not None:
-        _fill_columns(worker.data_args)
+        _fill_data(worker.data_args, {})
 
 
-def _fill_columns(data: DataArguments) -> None:
+def _fill_data(data: DataArguments, template_kwargs: Mapping[str, object]) -> None:
+    _default(data, "template_kwargs", template_kwargs)
     if data.prompt is None:
         _default(data, "messages", "messages")
 
@@ -124,8 +126,10 @@ def _fill_generation(config: PipelineConfig) -> None:
     if (key := config.actor_infer.engine.traits.context_key) is not None:
         _default(config.actor_infer.engine, key, sequence_length)
     if isinstance(config, RLVRConfig) and config.validation is not None:
+        train = config.actor_train.data_args
         for _, data in config.validation.data.values():
-            _fill_columns(data)
+            same = train is not None and data.template == train.template  # another one reads other variables
+            _fill_data(data, train.template_kwargs if train is not None and same else {})
         for _, sampling in config.validation.sampling.values():
             _default(sampling, "max_new_tokens", tokens)
             _default(sampling, "num_return_sequences", 1)

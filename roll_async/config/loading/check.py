@@ -21,6 +21,8 @@ from roll_async.config.yaml.suggest import closest, foreign_character
 
 KIND_CLASSES: dict[str, type[PipelineConfig]] = {"rlvr": RLVRConfig, "agentic": AgenticConfig}
 _MAX_SUGGESTIONS = 50  # a search compares the name with all keys
+_DATA, _OF_AGENTS = "actor_train.data_args", "template_kwargs"
+"""A section, and the one key of it that agentic configs have: their prompts come from worlds, not from files."""
 _REMEDIES = {
     "pretrain": "give a Hugging Face name or a folder",
     "actor_train": "add the section",
@@ -64,8 +66,10 @@ class Checker:
                 value = self._value(child, spec[name], here, role or (name if not path and name in ROLES else ""), node)
                 if value is not _ABSENT:
                     values[name] = value
+        if cls is DataArguments and self._kind == "agentic":
+            values["file_name"] = []  # worlds ask, no file does
         for name, field in spec.items():
-            if field.required and name not in node.value:
+            if field.required and name not in node.value and name not in values:
                 self._error("C006", f"{path}.{name}" if path else name, node, _missing(name))
         if cls.__name__ == "WorkerConfig":
             self._strategy_role(node, path, role or path)
@@ -249,9 +253,11 @@ class Checker:
 
     def _misplaced(self, spec: FieldSpec, path: str, child: Node, section: Node, role: str) -> bool:
         """Whether the key has no effect on this role (C020), or on this kind (C019)."""
-        if self._kind == "agentic" and path == "actor_train.data_args" and child.value is not None:
-            self._foreign_kind(path, child, "rlvr")
-            return True
+        if self._kind == "agentic" and path.startswith(_DATA) and child.value is not None:
+            holds_it = path == _DATA and isinstance(child.value, dict) and _OF_AGENTS in child.value
+            if not holds_it and path != f"{_DATA}.{_OF_AGENTS}":
+                self._foreign_kind(path, child, "rlvr")
+                return True
         owner = role or path.split(".")[0]
         misplaced = bool(spec.traits.roles) and owner not in spec.traits.roles and owner in ROLES
         if spec.traits.megatron and not misplaced:

@@ -53,8 +53,9 @@ def _effective(section: dict[str, Plain], worker: WorkerConfig, role: str) -> di
         traits = field.traits
         if (not traits.roles or role in traits.roles) and (not traits.megatron or worker.is_megatron):
             kept[name] = section[name]
-    if kept.get("data_args", "") is None:
-        del kept["data_args"]
+    data = kept.pop("data_args", None)
+    if isinstance(data, dict):  # without files it is that of an agentic config, which has one key of it
+        kept["data_args"] = data if data["file_name"] else {"template_kwargs": data["template_kwargs"]}
     ids = worker.device_mapping
     if ids is not None and ids == tuple(range(ids[0], ids[-1] + 1)):
         kept["device_mapping"] = f"range({ids[0]}, {ids[-1] + 1})"

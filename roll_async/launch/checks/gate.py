@@ -32,7 +32,7 @@ from roll_async.config.secrets import changed_leaves
 from roll_async.config.user_code import search_beside
 from roll_async.config.yaml.compose import CHECKOUT, SHIPPED
 from roll_async.config.yaml.node import Node, find, leaves
-from roll_async.launch.checks.inputs import missing_inputs
+from roll_async.launch.checks.inputs import missing_inputs, unread_variables
 from roll_async.launch.checks.model_fit import mismatches
 from roll_async.launch.checks.packages import missing_packages, runs_here
 from roll_async.launch.checks.user_code import named_code
@@ -91,10 +91,11 @@ def require_packages(loaded: Loaded) -> tuple[Diagnostic, ...]:
 
 
 def require_models(loaded: Loaded, config: PipelineConfig) -> None:
-    """Raises ConfigError (C203) for models that were names on a hub when the config was admitted. `config`: with a
-    folder for each of them.
+    """Raises ConfigError (C203) for models that were names on a hub when the config was admitted, and for variables
+    that their chat template does not read. `config`: with a folder for each of them.
     """
-    if config != loaded.config and (found := list(mismatches(config))):
+    found = [*(mismatches(config) if config != loaded.config else ()), *unread_variables(config)]
+    if found:
         raise ConfigError(tuple(placed("C203", _written(loaded.root, key), text, loaded.root) for key, text in found))
 
 

@@ -14,9 +14,10 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TypeVar
 
-from roll_async.config.schema import PipelineConfig, RLVRConfig, WorkerConfig
+from roll_async.config.schema import DataArguments, PipelineConfig, RLVRConfig, WorkerConfig
 from roll_async.config.yaml.compose import CHECKOUT
 from roll_async.prompts.rows import missing_file
+from roll_async.prompts.tokenizer import load_tokenizer, unread
 
 C = TypeVar("C", bound=PipelineConfig)
 
@@ -83,10 +84,26 @@ def models_of(config: PipelineConfig) -> dict[str, str]:
 
 
 def files_of(config: PipelineConfig) -> Iterator[tuple[str, str]]:
-    parts = [("actor_train.data_args.file_name", config.actor_train.data_args)]
+    return ((f"{key}.file_name", file) for key, data in _data(config) for file in data.file_name)
+
+
+def _data(config: PipelineConfig) -> list[tuple[str, DataArguments]]:
+    """(config key, section) of what says how prompts are made."""
+    found = [] if config.actor_train.data_args is None else [("actor_train.data_args", config.actor_train.data_args)]
     if isinstance(config, RLVRConfig) and config.validation is not None:
-        parts += [(f"{key}.file_name", data) for key, data in dict(config.validation.data.values()).items()]
-    return ((key, file) for key, data in parts if data is not None for file in data.file_name)
+        found += dict(config.validation.data.values()).items()
+    return found
+
+
+def unread_variables(config: PipelineConfig) -> Iterator[tuple[str, str]]:
+    """(key, message) of every variable that is given to a chat template and that it does not read. Raises ValueError
+    for a model without a tokenizer.
+    """
+    for key, data in _data(config):
+        if data.template_kwargs:  # others do not wait for transformers
+            tokenizer = load_tokenizer(config.pretrain, proves=False)
+            for name, problem in unread(tokenizer, data.template, data.template_kwargs).items():
+                yield f"{key}.template_kwargs.{name}", problem
 
 
 def _with_folder(worker: WorkerConfig, folders: dict[str, str]) -> WorkerConfig:

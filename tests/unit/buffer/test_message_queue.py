@@ -657,6 +657,18 @@ def test_data_that_changed_is_refused_as_an_error_of_the_user_and_the_first_prom
     assert len(now) < 2 or f"is row 1, {now[1]!r}" in str(error.value)
 
 
+def test_groups_of_prompts_with_other_variables_of_the_template_are_generated_again(caplog):
+    thinking, silent = (
+        {"template_kwargs": text} for text in ('{"enable_thinking": true}', '{"enable_thinking": false}')
+    )
+    assert same_or_regenerate(thinking, thinking, step=4) and not caplog.messages
+    assert not same_or_regenerate(thinking, silent, step=4)
+    assert (
+        'template_kwargs from {"enable_thinking": true} to {"enable_thinking": false}: finished groups' in caplog.text
+    )
+    assert same_or_regenerate({}, silent, step=4), "an earlier version said nothing of them"
+
+
 def test_the_fingerprint_of_an_earlier_version_compares_with_nothing():
     now = stream_fingerprint(stream("2+2"))
     assert same_or_regenerate({"prompts": "0a1b2c3d, 2 prompts", "seed": "1"}, {**now, "seed": "1"}, step=4)

@@ -12,6 +12,7 @@ from roll_async.config.loading.spec import spec_of
 from roll_async.config.rules.every import check_rules
 from roll_async.config.schema import AgenticConfig
 from roll_async.config.schema_rollout import ToolConfig
+from roll_async.config.schema_worker import DataArguments
 from roll_async.launch.checks.gate import refusals
 from tests.unit.config.test_no_inert_key import candidates, changed
 from tests.unit.config.wires import OF_AGENTS, agentic_settings_of, cut, wires
@@ -38,6 +39,7 @@ val_env_manager: {group_size: 2, mode: replicas, generating_args: {temperature: 
 actor_train:
   strategy_args: {strategy_name: megatron_train}
   training_args: {gradient_accumulation_steps: 4}
+  data_args: {template_kwargs: {enable_thinking: true}}
   device_mapping: range(0,2)
 actor_infer:
   strategy_args: {strategy_name: vllm}
@@ -53,6 +55,7 @@ MORE = {
     "agent_template": ("say {observation}", None),
     "stop_strings": (("x",),),
     "template_time": ("2026-11-26T05:01:12",),
+    "template_kwargs": ({"enable_thinking": False},),
 }
 TOP = (
     "sequence_length", "seed", "pretrain", "exp_name", "output_dir", "rollout_batch_size", "val_batch_size",
@@ -90,6 +93,7 @@ def keys():
     for name in ("train_env_manager", "val_env_manager"):
         walk(specs[name].section, f"{name}.")
     walk(spec_of(specs["actor_infer"].section)["generating_args"].section, "actor_infer.generating_args.")
+    found["actor_train.data_args.template_kwargs"] = spec_of(DataArguments)["template_kwargs"]
     for key in (*TOP, *SHARED):
         section, _, name = key.rpartition(".")
         found[key] = spec_of(specs[section].section)[name] if section else specs[name]

@@ -150,6 +150,29 @@ def test_roles_keep_only_what_has_an_effect(files):
     assert config.critic.model_args.model_name_or_path == config.reward_pretrain == "model"
 
 
+def test_worlds_have_variables_of_the_template_and_nothing_else_of_a_section_of_files(files):
+    variables = {"enable_thinking": False, "tools": [{"a": None}]}
+    config = load(files.agentic({"actor_train.data_args": {"template_kwargs": variables}}))
+    assert config.template_kwargs == variables and config.actor_train.data_args.file_name == ()
+    assert "file_name" not in dump(config) and load(files.text(dump(config), "again.yaml")) == config
+    assert load(files.agentic()).template_kwargs == {}
+
+
+def test_a_validation_has_the_variables_of_training_unless_it_has_its_own_or_another_template(files):
+    held_out = {"file_name": "a.json"}
+    sets = {
+        "own": {"data_args": {**held_out, "template_kwargs": {"enable_thinking": True}}},
+        "none": {"data_args": {**held_out, "template_kwargs": {}}},
+        "other": {"data_args": {**held_out, "template": "chatml"}},
+    }
+    silent = {"enable_thinking": False}
+    edits = {"actor_train.data_args": {**held_out, "template_kwargs": silent}, "eval_steps": 1}
+    config = load(files.rlvr({**edits, "validation": {"data_args": held_out, "sets": sets}}))
+    found = {name: dict(data.template_kwargs) for name, (_, data) in config.validation.data.items()}
+    assert found == {"": silent, "own": {"enable_thinking": True}, "none": {}, "other": {}}
+    assert config.template_kwargs == silent
+
+
 def test_configs_are_frozen_slotted_and_documented(files):
     from tools.config_reference import field_docs
 

@@ -81,6 +81,8 @@ AGENTIC_CASES = [
     ("C019", {"prompt_length": 3}, "prompt_length: is a key of rlvr configs; this one is agentic because custom_envs is set"),
     ("C004", {"custom_envs": {"A": {"env_type": "frozen_lak"}}}, 'custom_envs.A.env_type: "frozen_lak" is not one of frozen_lake | sokoban | countdown | math | qa | text_game | gymnasium | minigrid | textarena | reasoning_gym | command | http_agent | webshop | code; did you mean \'frozen_lake\'?'),
     ("C006", {"custom_envs": {"A": {}}}, "custom_envs.A.env_type: required and not set; add it"),
+    ("C019", {"pipeline": "agentic", "actor_train.data_args": {"template_kwargs": {}, "id": "i"}}, "actor_train.data_args.id: is a key of rlvr configs; this one is agentic because pipeline is agentic"),
+    ("C003", {"actor_train.data_args": {"template_kwargs": "think"}}, 'actor_train.data_args.template_kwargs: expected map, got str "think"'),
     ("C019", {"pipeline": "agentic", "actor_train.data_args": {}}, "actor_train.data_args: is a key of rlvr configs; this one is agentic because pipeline is agentic"),
 ]  # fmt: skip
 

@@ -141,7 +141,7 @@ def started_with(config: RLVRConfig) -> dict[str, object]:
             "SqliteLedger": part("ledger"), "MemoryLedger": part("no ledger"),
             "move_to_previous": part("move_to_previous"),
             "TemplateRenderer": part("TemplateRenderer", SimpleNamespace(between=lambda *given: ())),
-            "at_time": lambda *given: given, "load_tokenizer": str,
+            "told": lambda *given: given, "load_tokenizer": str,
         }.items():  # fmt: skip
             patch.setattr(rollout, name, stub)
         whole = SimpleNamespace(checkpoint=SimpleNamespace(close=later("close")), start=later("roles"))
@@ -218,13 +218,13 @@ def agentic_settings_of(config: AgenticConfig) -> dict[str, object]:
     class Named(str):
         """A tokenizer, and what renders with it."""
 
-    real = agents.load_tokenizer, agents.TemplateRenderer, agents.at_time
+    real = agents.load_tokenizer, agents.TemplateRenderer, agents.told
     agents.load_tokenizer = agents.TemplateRenderer = Named  # type: ignore[misc, assignment]
-    agents.at_time = lambda tokenizer, time: Named(f"{tokenizer} at {time}")  # type: ignore[assignment, return-value]
+    agents.told = lambda tokenizer, *given: Named(f"{tokenizer} told {given}")  # type: ignore[assignment, return-value]
     try:
         found = asyncio.run(parts())
     finally:
-        agents.load_tokenizer, agents.TemplateRenderer, agents.at_time = real  # type: ignore[misc]
+        agents.load_tokenizer, agents.TemplateRenderer, agents.told = real  # type: ignore[misc]
     flat = {f"parts.{key}": repr(value) for key, value in found.items()}
     for number, options in enumerate((agents.group_options(config), agents.group_options(config, trains=False))):
         flat |= dict(_flat(options, f"{number}."))

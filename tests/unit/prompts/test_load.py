@@ -61,6 +61,30 @@ def test_supervised_rows_carry_their_answer_as_tokens_and_too_long_ones_are_skip
     assert load_prompts(options(folder, file))["math"][0].answer_ids is None
 
 
+SOLUTION = "48+24 = <<48+24=72>>72.\n#### 1,072"
+
+
+def test_the_number_of_a_gsm8k_solution_is_for_maths_rules_and_a_supervised_row_trains_all_of_it(folder, tmp_path):
+    file = data(tmp_path, {**row(0, tag="m"), "ground_truth": SOLUTION}, {**row(1, tag="t"), "ground_truth": SOLUTION})
+    loaded = load_prompts(
+        options(
+            folder, file, domains={"math": ("m",), "text": ("t",)}, maths=frozenset({"math"}),
+            supervised=frozenset({"text"}), response_length=99,
+        )
+    )  # fmt: skip
+    (number,), (text,) = loaded["math"], loaded["text"]
+    assert (number.ground_truth, text.ground_truth) == ("1072", SOLUTION)
+    assert load_tokenizer(folder).decode(text.answer_ids).startswith(SOLUTION)
+
+
+def test_a_row_with_a_turn_that_the_template_drops_is_refused_by_its_line(folder, tmp_path, caplog):
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    chat = [*row(1)["messages"], {"role": "assistant", "content": None, "tool_calls": [call]}, *row(1)["messages"]]
+    file = data(tmp_path, row(0), {**row(1), "messages": chat})
+    assert [p.row_id for p in load_prompts(options(folder, file, template="chatml"))["math"]] == ["0"]
+    assert f"{file}:2: the chat template leaves out messages.1.tool_calls.0.function.name" in caplog.text
+
+
 def test_files_that_cannot_be_read_at_once_are_read_again(folder, tmp_path, caplog):
     failures = [OSError(116, "Stale file handle")]
 
@@ -154,12 +178,13 @@ def test_rows_of_code_data_sets_go_from_their_file_to_a_score_and_malformed_ones
 
 
 @pytest.mark.parametrize("num_workers", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_the_date_that_a_template_writes_is_that_of_the_first_start(folder, tmp_path, num_workers):
+def test_a_template_is_told_the_date_of_the_first_start_and_the_variables_of_the_config(folder, tmp_path, num_workers):
     """As Llama 3.2's does; a resumed run would have other prompts tomorrow."""
     tokenizer = load_tokenizer(folder)
-    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}: {{ messages[0].content }}"
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}{{ sign | default('.') }} {{ messages[0].content }}"
     tokenizer.save_pretrained(tmp_path / "dated")
-    dated = {"template": "native", "template_time": "2020-02-03T04:05:06", "num_workers": num_workers}
+    told = {"template_time": "2020-02-03T04:05:06", "template_kwargs": {"sign": ":"}}
+    dated = {"template": "native", **told, "num_workers": num_workers}
     (prompt,) = load_prompts(options(str(tmp_path / "dated"), data(tmp_path, row(0, "2+2")), **dated))["math"]
     assert load_tokenizer(folder).decode(prompt.token_ids) == "03 Feb 2020: 2+2"
 

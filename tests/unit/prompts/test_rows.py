@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from roll_async.prompts.rows import BadRows, Columns, missing_file, read_rows
+from roll_async.prompts.rows import BadRows, Columns, final_number, missing_file, read_rows
 
 
 def write(path, *rows):
@@ -25,6 +25,18 @@ VERL_ROW = {
     "reward_model": {"ground_truth": "35", "style": "rule"},
     "extra_info": {"index": 0, "split": "train"},
 }
+
+TOOL_ROW = {
+    **ROLL_ROW,
+    "messages": [
+        {"role": "user", "content": "Weather?"},
+        {
+            "role": "assistant", "content": None,
+            "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"city": "Zug"}'}}],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+    ],
+}  # fmt: skip
 
 
 def test_rolls_row_is_read_with_messages_as_a_list_or_as_json_text(tmp_path):
@@ -58,19 +70,25 @@ def test_the_row_of_the_documents_sample_keeps_each_of_its_fields(tmp_path):
     assert json.loads(row.extra["tools_kwargs"]) == json.loads(row.extra["interaction_kwargs"]) == {}
 
 
-def test_a_raw_gsm8k_row_gives_the_number_after_the_last_marker(tmp_path):
-    row = {"question": "How many?", "answer": "First 2.\n#### 7 is not it\nThen more.\n#### 1,234"}
+def test_a_raw_gsm8k_row_keeps_its_solution_and_a_maths_rule_takes_the_number_after_the_last_marker(tmp_path):
+    solution = "First 2.\n#### 7 is not it\nThen more.\n#### 1,234"
     columns = Columns(messages=None, prompt="question", ground_truth="answer")
-    (found,), _ = read(write(tmp_path / "a.jsonl", row), columns)
-    assert found.ground_truth == "1234"
+    (found,), _ = read(write(tmp_path / "a.jsonl", {"question": "How many?", "answer": solution}), columns)
+    assert (found.ground_truth, final_number(found.ground_truth)) == (solution, "1234")
     assert found.messages == ({"role": "user", "content": "How many?"},)
     assert found.row_id == f"{tmp_path / 'a.jsonl'}:1"
 
 
-def test_a_marker_inside_an_answer_is_no_gsm8k_gold(tmp_path):
-    text = "#### Heading\nand text after it"
-    (row,), _ = read(write(tmp_path / "a.jsonl", {**ROLL_ROW, "ground_truth": text}))
-    assert row.ground_truth == text
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("#### 72", "72"), ("so\n####  -1,080.50 \n", "-1080.50"), ("so\n#### $5", "$5"), ("72", "72"),
+        ("Plan\n#### Rome, Italy", None), ("#### Heading\nand text after it", None), ("3 #### 4", None),
+        ("x\n#### 1, 2", None), ("#### 12 apples", None),
+    ],
+)  # fmt: skip
+def test_only_a_number_behind_the_marker_of_the_last_line_is_a_gsm8k_gold(text, number):
+    assert final_number(text) == (text if number is None else number)
 
 
 @pytest.mark.parametrize(("value", "text"), [(35, "35"), (2.5, "2.5"), (["a", "b"], '["a", "b"]'), ("x, y", "x, y")])
@@ -90,7 +108,7 @@ def test_parquet_gives_the_same_rows_as_jsonl(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
-    for row in (ROLL_ROW, VERL_ROW):
+    for row in (ROLL_ROW, VERL_ROW, TOOL_ROW):
         parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "a.parquet")
         (left,), (right,) = read(tmp_path / "a.parquet")[0], read(write(tmp_path / "a.jsonl", row))[0]
         assert (left.row_id, left.tag, left.messages, left.ground_truth) == (
@@ -113,7 +131,8 @@ def test_a_broken_parquet_file_is_named(tmp_path):
         ({"messages": ROLL_ROW["messages"]}, "column 'ground_truth' is missing"),
         ({"ground_truth": "2"}, "column 'messages' is missing"),
         ({"messages": [], "ground_truth": "2"}, "non-empty list"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}], "ground_truth": "2"}, "content: text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}], "ground_truth": "2"}, "messages.0.content.0"),
+        ({"prompt": [{"role": "user"}], "ground_truth": "2"}, "prompt.0.content: missing; write text"),
         ({"messages": [{"role": "assistant", "content": "hi"}], "ground_truth": "2"}, "ends with an answer"),
     ],
 )

@@ -11,7 +11,9 @@ tokenizers = pytest.importorskip("tokenizers")
 
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
-from roll_async.prompts.tokenizer import load_tokenizer, lost_by
+from roll_async.agents.messages import Message
+from roll_async.agents.rendering import TemplateRenderer
+from roll_async.prompts.tokenizer import ChatEncoder, load_tokenizer, lost_by, told, unread
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
 import make_agentic_assets
@@ -105,3 +107,39 @@ def test_the_demos_tokenizers_keep_all_text_beside_the_demos_models(tmp_path):
     (tmp_path / "demo" / "config.json").write_text(json.dumps(QWEN))
     tokenizer = load_tokenizer(str(tmp_path / "demo"))
     assert tokenizer("1+23=")["input_ids"] == [4, 13, 5, 6, 14], "as the models of the demo know them"
+
+
+ASKING = "{% if not date_string is defined %}{% set date_string = 'today' %}{% endif %}{{ date_string }}"
+VARIABLES = [
+    ("{{ messages }}{{ tools }}{{ documents }}{{ bos_token }}{{ strftime_now('%Y') }}{{ raise_exception }}", set()),
+    ("{% if enable_thinking is defined and enable_thinking %}{{ namespace(a=1) }}{% endif %}", {"enable_thinking"}),
+    (ASKING, {"date_string"}),
+    ("{% set effort = reasoning_effort | default('low') %}{{ effort }}", {"reasoning_effort"}),
+    ("{% for m in messages %}{% if m.x %}{% set role = m.x %}{% endif %}{{ role }}{% endfor %}", set()),
+    ("{% generation %}{{ mode }}{% endgeneration %}{% for x in messages %}{% break %}{% endfor %}", {"mode"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("template", "known"), VARIABLES, ids=[",".join(sorted(k)) or "none" for _, k in VARIABLES])
+def test_a_variable_that_the_template_does_not_read_is_refused_with_those_it_reads(tmp_path, template, known):
+    tokenizer = load_tokenizer(saved(tmp_path, byte_level(), template, bos_token="<|im_start|>"), proves=False)
+    tried = {"enable_thinking", "date_string", "reasoning_effort", "mode", "role", "effort", "messages", "bos_token"}
+    assert tried - unread(tokenizer, "native", dict.fromkeys(tried)).keys() == known
+    assert unread(tokenizer, "chatml", {"mode": 1})["mode"].endswith(
+        "(chatml) reads no such variable; it reads none: remove it"
+    )
+    with pytest.raises(
+        ValueError, match=f"template_kwargs.other: 7 has no effect.*{'or remove it' if known else 'none'}"
+    ):
+        told(tokenizer, "native", None, {"other": 7})
+
+
+def test_what_is_told_reaches_prompts_and_turns_of_agents_alike(tmp_path):
+    template = ASKING + "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}"
+    tokenizer = load_tokenizer(saved(tmp_path, byte_level(), template), proves=False)
+    encoder, renderer = ChatEncoder(tokenizer, "native"), TemplateRenderer(tokenizer)
+    told(tokenizer, "native", None, {"date_string": "26 Jul "})
+    (ids,) = encoder.render([[{"role": "user", "content": "hi"}]])
+    assert tokenizer.decode(ids) == "26 Jul user: hi"
+    assert renderer.render([Message(role="user", content="hi")], [], []).text == "26 Jul user: hi"
+    assert renderer.encode("26 Jul user: hi").tolist() == list(ids)
