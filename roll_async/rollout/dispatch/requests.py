@@ -29,9 +29,10 @@ class PendingRequest:
     request: GenerateRequest
     result: asyncio.Future[Completion]
     affinity: str | None
-    foreground: bool
+    validation: bool
+    """Of a validation, whose priority is not that of training."""
     order: int = 0
-    """Order of arrival: of two requests of a kind the lower number is dispatched first, retries included."""
+    """Order of arrival: of two requests of a priority the lower number is dispatched first, retries included."""
     conversation: str | None = None
     """Key of its conversation, all of whose requests go to the replica of the first."""
     later_turn: bool = False
