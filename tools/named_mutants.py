@@ -84,7 +84,7 @@ NAMED: tuple[tuple[str, str, str, str], ...] = (
     ("log-probs of the last piece only", "rollout/dispatch/requests.py",
      "logprobs += part.logprobs", "logprobs = last.logprobs if part is last else logprobs + part.logprobs[::-1]"),
     ("the first piece names all versions", "rollout/dispatch/requests.py",
-     "runs = [run for part in parts for run in part.version_runs]", "runs = [(parts[0].version_runs[0][0], n) for part in parts for _, n in part.version_runs]"),
+     "[run for part in parts for run in part.version_runs]", "[(parts[0].version_runs[0][0], n) for part in parts for _, n in part.version_runs]"),
     ("the greedy answer is not aborted with its group", "rollout/answers.py",
      "        request.scope.open.add(answer)", "        if not request.name.endswith(\"greedy\"):\n            request.scope.open.add(answer)"),
     ("the greedy answer is sampled", "rollout/groups.py",
