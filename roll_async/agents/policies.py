@@ -12,10 +12,10 @@ from roll_async.schema import Completion, GenerateRequest
 
 
 class TokenSource(Protocol):
-    """What `EnginePolicy` needs of `rollout/dispatch/server_manager.py`."""
+    """What `EnginePolicy` needs of `rollout/dispatch/engine_pool.py`."""
 
     async def generate(
-        self, request: GenerateRequest, *, conversation: str | None = None, foreground: bool = False
+        self, request: GenerateRequest, *, conversation: str | None = None, validation: bool = False
     ) -> Completion: ...
 
 
@@ -27,12 +27,12 @@ class EnginePolicy:
         self.resampled_turns = 0
         """Turns sampled anew because a weight push discarded them (interrupt.mode abort)."""
 
-    async def generate(self, request: GenerateRequest, *, conversation: str, foreground: bool) -> Completion:
+    async def generate(self, request: GenerateRequest, *, conversation: str, validation: bool) -> Completion:
         """One turn; a push with mode abort costs this turn, never the trajectory."""
         attempt = request
         for number in range(1, 1 << 30):
             try:
-                return await self._manager.generate(attempt, conversation=conversation, foreground=foreground)
+                return await self._manager.generate(attempt, conversation=conversation, validation=validation)
             except Interrupted:
                 self.resampled_turns += 1
                 # A new id: what still comes of the aborted request is not this one's.
@@ -46,7 +46,7 @@ class OneEnginePolicy:
     def __init__(self, generate: Callable[[GenerateRequest], Awaitable[Completion]]) -> None:
         self._generate = generate
 
-    async def generate(self, request: GenerateRequest, *, conversation: str, foreground: bool) -> Completion:
+    async def generate(self, request: GenerateRequest, *, conversation: str, validation: bool) -> Completion:
         """Raises BadRequest for what the engine does not take, such as stop strings of one that was started without."""
         try:
             return await self._generate(request)

@@ -34,7 +34,7 @@ _INLINE_CHARACTERS = 8000
 class Policy(Protocol):
     """Source of sampled turns."""
 
-    async def generate(self, request: GenerateRequest, *, conversation: str, foreground: bool) -> Completion: ...
+    async def generate(self, request: GenerateRequest, *, conversation: str, validation: bool) -> Completion: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +53,7 @@ class SessionOptions:
     """
     windowed: bool = False
     """Each turn has a new text (manager step), so branches are expected."""
-    foreground: bool = False
+    validation: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class Session(TurnHandler):
         )
         self.open_requests.add(asked.request_id)
         try:
-            completion = await self._policy.generate(asked, conversation=self.name, foreground=options.foreground)
+            completion = await self._policy.generate(asked, conversation=self.name, validation=options.validation)
         finally:
             self.open_requests.discard(asked.request_id)
         if completion.finish_reason is FinishReason.ABORT:

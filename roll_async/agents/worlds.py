@@ -28,7 +28,7 @@ from roll_async.agents.tasks import task_of
 from roll_async.envs.pool import WorldPool
 from roll_async.envs.registry import WorldSpec
 from roll_async.observe.outside import OutsideError, border
-from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
+from roll_async.rollout.dispatch.engine_pool import EnginePool
 from roll_async.rollout.group_source import SourceCounts
 from roll_async.rollout.groups import Ended, EndReason, Trajectory, TrajectoryRequest
 from roll_async.rollout.tools import Toolbox
@@ -82,7 +82,7 @@ class WorldRunner:
 
     cancels_on_abort = True
 
-    def __init__(self, manager: AsyncLLMServerManager, parts: AgentParts) -> None:
+    def __init__(self, manager: EnginePool, parts: AgentParts) -> None:
         self._manager, self._parts = manager, parts
         self._policy = EnginePolicy(manager)
         self._counts = AgentCounts()
@@ -137,7 +137,7 @@ class WorldRunner:
     async def _attempt(self, task: Task, request: TrajectoryRequest) -> tuple[Ending, Session]:
         """Run one trajectory in a new world to its end."""
         plan, parts, name, scope = self._parts.tags[task.tag], self._parts, request.name, request.scope
-        options = replace(plan.session, foreground=task.validation)
+        options = replace(plan.session, validation=task.validation)
         if request.sampling is not None:
             of_turn = plan.session.sampling.max_new_tokens  # the tag's: a validation's is of a whole answer
             options = replace(options, sampling=replace(request.sampling, max_new_tokens=of_turn))

@@ -31,7 +31,7 @@ from roll_async.prompts.tokenizer import batch_decoder, load_tokenizer
 from roll_async.prompts.turns import Turn
 from roll_async.rewards.serving.router import RewardRouter
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
-from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
+from roll_async.rollout.dispatch.engine_pool import EnginePool
 from roll_async.rollout.group_source import SourceCounts
 from roll_async.rollout.groups import Ended, EndReason, GroupOptions, GroupRunner, Trajectory, TrajectoryRequest
 from roll_async.schema import Answered, Prompt, RewardStatus, Sample
@@ -99,12 +99,12 @@ async def evaluate_folder(config: PipelineConfig, stack: AsyncExitStack) -> Eval
         return report.evaluation(await measure(0))
 
 
-async def _start_rewards(config: RLVRConfig, stack: AsyncExitStack) -> Callable[[AsyncLLMServerManager], GroupRunner]:
+async def _start_rewards(config: RLVRConfig, stack: AsyncExitStack) -> Callable[[EnginePool], GroupRunner]:
     scorer = await start_scorer(config, stack)
     return lambda manager: ChatCompletionScheduler(manager, scorer, SchedulerOptions.of(config))
 
 
-async def _start_worlds(config: AgenticConfig, stack: AsyncExitStack) -> Callable[[AsyncLLMServerManager], GroupRunner]:
+async def _start_worlds(config: AgenticConfig, stack: AsyncExitStack) -> Callable[[EnginePool], GroupRunner]:
     parts = await agent_parts(config, stack, trains=False)
     options = group_options(config, trains=False)
     return lambda manager: GroupRunner(WorldRunner(manager, parts), manager, options)

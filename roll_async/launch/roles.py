@@ -28,7 +28,7 @@ from roll_async.config.schema import (
 from roll_async.launch.engines import ReplicaStarter
 from roll_async.launch.rollout import StartedRollout, start_engines, start_rollout
 from roll_async.pipelines.colocation import DeviceMemory, PhaseSwitcher
-from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
+from roll_async.rollout.dispatch.engine_pool import EnginePool
 from roll_async.weight_sync.protocol import DevicePhase
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ def place_roles(config: PipelineConfig) -> RolePlacements:
 
 async def start_without_training(
     config: PipelineConfig, beside: Callable[[], Awaitable[T]], stack: AsyncExitStack
-) -> tuple[T, AsyncLLMServerManager]:
+) -> tuple[T, EnginePool]:
     """Engines that hold the weights they were loaded with, and what is started beside them. Ray runs; all of it closes
     with the stack. Raises ValueError for what the user can fix, RoleFailed and ConnectionError for engines that do not
     start or are lost.

@@ -44,7 +44,7 @@ from roll_async.prompts.stream import ShuffledPrompts
 from roll_async.prompts.tokenizer import load_tokenizer, told
 from roll_async.rewards.row_checks import REFERENCE_COLUMNS, row_checks
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
-from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
+from roll_async.rollout.dispatch.engine_pool import EnginePool
 from roll_async.rollout.groups import GroupRunner
 from roll_async.rollout.protocol import PromptPool, PromptSource
 from roll_async.rollout.rollouter import Rollouter
@@ -84,7 +84,7 @@ class StartedTasks:
     """Prompts, and the source that makes groups of them."""
 
     prompts: PromptSource
-    source: Callable[[RolloutSpec], Callable[[AsyncLLMServerManager], GroupRunner]]
+    source: Callable[[RolloutSpec], Callable[[EnginePool], GroupRunner]]
     validation: Mapping[str, Sequence[Prompt]] = field(default_factory=dict)
     pool: Callable[[], PromptPool] | None = None
     """Makes the pool over the stream, one for each run; None = no pool."""
@@ -179,7 +179,7 @@ async def start_answers(config: RLVRConfig, stack: AsyncExitStack) -> StartedTas
     """Prompt files and rewards."""
     loaded, scorer = await asyncio.gather(asyncio.to_thread(prompts_of, config), start_scorer(config, stack))
 
-    def source(spec: RolloutSpec) -> Callable[[AsyncLLMServerManager], GroupRunner]:
+    def source(spec: RolloutSpec) -> Callable[[EnginePool], GroupRunner]:
         assert isinstance(spec.config, RLVRConfig)
         options, tools = SchedulerOptions.of(spec.config), _tools(spec, spec.config)
         return lambda manager: ChatCompletionScheduler(manager, scorer, options, tools=tools)
@@ -252,7 +252,7 @@ async def start_agents(config: AgenticConfig, stack: AsyncExitStack) -> StartedT
     """Worlds, tools and the gateway."""
     parts = await agent_parts(config, stack)
 
-    def source(spec: RolloutSpec) -> Callable[[AsyncLLMServerManager], GroupRunner]:
+    def source(spec: RolloutSpec) -> Callable[[EnginePool], GroupRunner]:
         assert isinstance(spec.config, AgenticConfig)
         options = group_options(spec.config)
         return lambda manager: GroupRunner(WorldRunner(manager, parts), manager, options)

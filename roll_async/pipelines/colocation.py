@@ -24,7 +24,7 @@ from typing import Protocol
 
 from roll_async.inference.protocol import EngineMemory
 from roll_async.inference.sleeping import KV_CACHE, WEIGHTS
-from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
+from roll_async.rollout.dispatch.engine_pool import EnginePool
 from roll_async.trainer.protocol import STATE_KINDS, OffloadingGroup, StateMemory
 from roll_async.weight_sync.protocol import DevicePhase
 
@@ -110,7 +110,7 @@ class PhaseSwitcher:
 
     def __init__(
         self,
-        engines: AsyncLLMServerManager,
+        engines: EnginePool,
         sleepers: Callable[[], Sequence[SleepingReplica]],
         memory: DeviceMemory,
         *,

@@ -31,8 +31,8 @@ from roll_async.buffer.errors import first_cause
 from roll_async.config.schema import GeneratingArguments
 from roll_async.pipelines.metrics import accuracy, complete_accuracy, mean
 from roll_async.rollout.chat_scheduler import sampling_of
+from roll_async.rollout.dispatch.engine_pool import EnginePool
 from roll_async.rollout.dispatch.engine_supervisor import EngineSupervisor, Joins
-from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
 from roll_async.rollout.groups import GroupRunner
 from roll_async.rollout.protocol import Replica
 from roll_async.schema import Answered, FinishReason, Prompt, Reward, Sample, SamplingParams, WeightVersion
@@ -78,7 +78,7 @@ class Validation:
         self,
         sets: Sequence[HeldOut],
         source: GroupRunner,
-        manager: AsyncLLMServerManager | None,
+        manager: EnginePool | None,
         version: Callable[[], WeightVersion | None],
         *,
         yields: bool = False,
@@ -120,7 +120,7 @@ class Validation:
 
     def _yield(self, yields: bool) -> None:
         if self._manager is not None:
-            self._manager.yield_foreground(yields)
+            self._manager.yield_validation(yields)
 
     async def _ask(self, held_out: HeldOut, step: int) -> list[Answered]:
         sampled = held_out.sampled
@@ -136,7 +136,7 @@ class ReplicaValidation(Validation):
         self,
         sets: Sequence[HeldOut],
         source: GroupRunner,
-        manager: AsyncLLMServerManager,
+        manager: EnginePool,
         supervisor: EngineSupervisor,
         *,
         pause_timeout_s: float,

@@ -25,9 +25,9 @@ from roll_async.pipelines.health import CustomMonitor, HealthMonitor
 from roll_async.pipelines.protocol import PipelineParts, RunPlan
 from roll_async.pipelines.rlvr import RLVRPipeline, TrainLoop
 from roll_async.pipelines.validation import HeldOut, ReplicaValidation, SetSampling, Validation
+from roll_async.rollout.dispatch.engine_pool import EnginePool
 from roll_async.rollout.dispatch.engine_supervisor import EngineSupervisor, Starter
 from roll_async.rollout.dispatch.manager_options import ManagerOptions
-from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
 from roll_async.rollout.filters.filter_budget import BudgetOptions, FilterBudget
 from roll_async.rollout.groups import GroupRunner
 from roll_async.rollout.protocol import PromptPool, PromptSource, Replica, ValidationMeasure
@@ -45,7 +45,7 @@ _MOST_TEXTS = 1024
 class ComponentTypes:
     """The classes to build: the usual ones, a user's sub-classes, or a test's faulty sub-classes."""
 
-    manager: type[AsyncLLMServerManager] = AsyncLLMServerManager
+    manager: type[EnginePool] = EnginePool
     queue: type[MessageQueue] = MessageQueue
     rollouter: type[Rollouter] = Rollouter
     synchronizer: type[ParameterSynchronizer[Replica]] = ParameterSynchronizer
@@ -78,7 +78,7 @@ class EngineOptions:
 class Engines:
     """All replicas, connected."""
 
-    manager: AsyncLLMServerManager
+    manager: EnginePool
     supervisor: EngineSupervisor
 
     async def start(self, stack: AsyncExitStack) -> None:
@@ -139,7 +139,7 @@ class RolloutRoles:
     """The parts from which the rollout side of a run is built."""
 
     engines: Engines
-    groups: Callable[[AsyncLLMServerManager], GroupRunner]
+    groups: Callable[[EnginePool], GroupRunner]
     """Makes the source that turns prompts into groups on these replicas."""
     prompts: PromptSource
     """The prompt stream; with a pool, the stream that it draws from."""

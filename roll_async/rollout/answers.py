@@ -12,8 +12,8 @@ from array import array
 from dataclasses import dataclass, field, replace
 
 from roll_async.observe.outside import OutsideError, border
+from roll_async.rollout.dispatch.engine_pool import EnginePool
 from roll_async.rollout.dispatch.requests import GenerationFailed, Interrupted
-from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
 from roll_async.rollout.group_source import SourceCounts
 from roll_async.rollout.groups import Ended, EndReason, Trajectory, TrajectoryRequest
 from roll_async.rollout.scoring import RewardScoring
@@ -40,7 +40,7 @@ class AnswerRunner:
     cancels_on_abort = False
 
     def __init__(
-        self, manager: AsyncLLMServerManager, scoring: RewardScoring, *, tools: ToolCompletionCallback | None = None
+        self, manager: EnginePool, scoring: RewardScoring, *, tools: ToolCompletionCallback | None = None
     ) -> None:
         self._manager, self.scoring, self.tools = manager, scoring, tools
 
@@ -63,7 +63,7 @@ class AnswerRunner:
 
     async def _row(self, request: TrajectoryRequest) -> Sample:
         """The whole answer. Raises OutsideError when the callback of tools fails, and what
-        `AsyncLLMServerManager.generate` raises.
+        `EnginePool.generate` raises.
         """
         answer = _OpenAnswer()
         request.scope.open.add(answer)
@@ -102,7 +102,7 @@ class AnswerRunner:
                     turn,
                     affinity=request.affinity,
                     conversation=request.name if self.tools is not None else None,
-                    foreground=request.validation,
+                    validation=request.validation,
                 )
             finally:
                 answer.open_requests.discard(turn.request_id)

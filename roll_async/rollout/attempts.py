@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 class AttemptState(Enum):
     """Where an attempt is."""
 
+    # Of the object, as `==` is: that of Enum is a call of Python per look into the table below, ten for a request.
+    __hash__ = object.__hash__
+
     QUEUED = "queued"  # no replica has it
     OUTBOX = "outbox"  # a replica is chosen; its submit call has not begun
     ON_WIRE = "on the wire"  # the submit call is under way: the replica may or may not have it

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from roll_async.algorithms.overlong import OverlongShaping
 from roll_async.config.schema import GeneratingArguments, RLVRConfig
 from roll_async.rollout.answers import AnswerRunner
-from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
+from roll_async.rollout.dispatch.engine_pool import EnginePool
 from roll_async.rollout.filters.filter_budget import BudgetOptions
 from roll_async.rollout.filters.group_filter import GroupFilter
 from roll_async.rollout.groups import GroupOptions, GroupRunner
@@ -51,7 +51,7 @@ class ChatCompletionScheduler(GroupRunner):
 
     def __init__(
         self,
-        manager: AsyncLLMServerManager,
+        manager: EnginePool,
         scorer: Scorer,
         options: SchedulerOptions,
         *,

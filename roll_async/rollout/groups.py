@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Protocol
 
-from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
+from roll_async.rollout.dispatch.engine_pool import EnginePool
 from roll_async.rollout.filters.group_filter import GroupFilter
 from roll_async.rollout.group_source import GroupFate, GroupOutcome, SourceCounts
 from roll_async.schema import (
@@ -171,7 +171,7 @@ class _NotWhole(Exception):
 class GroupRunner:
     """Runs groups of one kind of task on the replicas of a manager."""
 
-    def __init__(self, runner: TrajectoryRunner, manager: AsyncLLMServerManager | None, options: GroupOptions) -> None:
+    def __init__(self, runner: TrajectoryRunner, manager: EnginePool | None, options: GroupOptions) -> None:
         """`manager`: of the replicas that the runner asks; None = it asks an address, by validations alone."""
         self.runner, self._manager, self._options = runner, manager, options
         self._running: dict[int, GroupScope] = {}
@@ -344,8 +344,8 @@ class GroupRunner:
                 task.cancel()
 
     async def validate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, name: str) -> list[Answered]:
-        """One trajectory per prompt, without filter or early stop, in the foreground. Failed ones are left out, logged.
-        An aborted answer has no score.
+        """One trajectory per prompt, without filter or early stop; its requests are those of a validation. Failed ones
+        are left out, logged. An aborted answer has no score.
         """
         scope = GroupScope()
         asked = [

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.states import ReleaseReason, Slot
 from roll_async.observe.outside import OutsideError, border
-from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
+from roll_async.rollout.dispatch.engine_pool import EnginePool
 from roll_async.rollout.filters.duplicates import DuplicateAnswers
 from roll_async.rollout.filters.filter_budget import FilterBudget
 from roll_async.rollout.filters.first_batch import FirstBatch
@@ -108,7 +108,7 @@ class Rollouter:
         self,
         queue: MessageQueue,
         source: GroupRunner,
-        manager: AsyncLLMServerManager,
+        manager: EnginePool,
         prompts: PromptSource,
         *,
         budget: FilterBudget | None = None,

@@ -17,8 +17,9 @@ from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.states import GroupState, ReleaseReason, Slot
 from roll_async.config.staleness import StalenessPolicy, exact_ratio
 from roll_async.inference.engine_host import PROGRESS_INTERVAL_S
-from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
+from roll_async.rollout.dispatch.engine_pool import EnginePool
 from roll_async.schema import Answered, GenerateRequest, Group, Outcome, Prompt, Sample, SamplingParams
+from roll_async.simulator.dispatch_checks import idle_slot_violations, num_displaced
 from roll_async.simulator.lineage import Lineage
 from roll_async.simulator.parts.engine import SimEngine
 from roll_async.simulator.parts.replica import SimReplica
@@ -419,15 +420,15 @@ class Watch:
         """What a serving replica has for somebody. What one that was given up still runs was dispatched again."""
         return sorted(set(replica.engine.request_ids) - self._unwanted.keys()) if replica in self._serving else []
 
-    def dispatch(self, managers: Sequence[AsyncLLMServerManager], now_s: float) -> None:
+    def dispatch(self, managers: Sequence[EnginePool], now_s: float) -> None:
         """Invariants 10 and 11, from the managers' links and what the engines really have."""
         cap = self.scenario.manager.max_concurrent_per_server
         for manager in managers:
             if self.scenario.manager.admission == "kv":
-                for name, running in ((link.name, len(link.in_flight)) for link in manager.links):
-                    if running > cap:
-                        self.report(10, f"{name} has {running} requests, and {cap} are allowed")
-            for request, replica in manager.idle_slot_violations():
+                for link in manager.links:
+                    if (running := len(link.in_flight)) > cap:
+                        self.report(10, f"{link.name} has {running} requests, and {cap} are allowed")
+            for request, replica in idle_slot_violations(manager):
                 self.report(10, f"{replica} has a free slot, and {request} waits")
             if self._measuring and not self.stopping and self.scenario.plan.validation_mode == "pause":
                 held = {i for link in manager.links for i in link.in_flight if not i.startswith("validation.")}
@@ -435,8 +436,8 @@ class Watch:
                 engines = [link.client.engine for link in manager.links]  # type: ignore[attr-defined]
                 if running := [i for engine in engines for i in engine.request_ids if i in held]:
                     self.report(17, f"{running} are generated while a validation has set training aside")
-            if manager.num_displaced:
-                self.report(10, f"{manager.num_displaced} requests wait, and a validation that yields holds slots")
+            if displaced := num_displaced(manager):
+                self.report(10, f"{displaced} requests wait, and a validation that yields holds slots")
         allowed_s = _ENDED_WITHIN_S + 2 * self.scenario.manager.interrupt_timeout_s
         self._serving = frozenset(link.client for manager in managers for link in manager.links)
         unwanted: dict[str, float] = {}

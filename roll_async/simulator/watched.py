@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.states import ReleaseReason, Slot
-from roll_async.rollout.dispatch.request_dispatch import REPLY_WITHIN_S
-from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
+from roll_async.rollout.dispatch.engine_pool import REPLY_WITHIN_S, EnginePool
 from roll_async.rollout.rollouter import Rollouter
 from roll_async.schema import Answered, Group, Prompt, SamplingParams
 from roll_async.simulator.invariants import Watch
@@ -74,7 +73,7 @@ class SeenRollouter(Rollouter):
         await super().release()
 
 
-class SeenManager(AsyncLLMServerManager):
+class SeenManager(EnginePool):
     """A manager whose aborts are timed."""
 
     watch: Watch

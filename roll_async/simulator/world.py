@@ -32,10 +32,10 @@ from roll_async.pipelines.wire import (
     build_rollout,
 )
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler
+from roll_async.rollout.dispatch.engine_pool import EnginePool
 from roll_async.rollout.dispatch.engine_supervisor import EngineSupervisor
 from roll_async.rollout.dispatch.manager_options import ManagerOptions
 from roll_async.rollout.dispatch.server_counts import ServerStats
-from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
 from roll_async.rollout.filters.filter_budget import GeneratedTooMany
 from roll_async.rollout.groups import GroupRunner
 from roll_async.rollout.remote_side import RolloutClient
@@ -125,8 +125,8 @@ class SimulatedRun:
         """When Ctrl-C was pressed."""
         self.ending_s: float | None = None
         """When the training had ended and the rollout was asked to stop."""
-        self.manager: AsyncLLMServerManager
-        self.managers: list[AsyncLLMServerManager] = []
+        self.manager: EnginePool
+        self.managers: list[EnginePool] = []
         """That of training, and that of validation where it has replicas of its own."""
         self.supervisor: EngineSupervisor
         self.trainer: SimTrainer

@@ -15,8 +15,8 @@ from roll_async.pipelines.rlvr import TrainLoop
 from roll_async.pipelines.validator import Validator
 from roll_async.pipelines.wire import ComponentTypes
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler
+from roll_async.rollout.dispatch.engine_pool import EnginePool
 from roll_async.rollout.dispatch.requests import PendingRequest
-from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
 from roll_async.rollout.filters.filter_budget import BudgetOptions
 from roll_async.rollout.filters.group_filter import GroupFilter
 from roll_async.rollout.rollouter import Rollouter
@@ -184,7 +184,7 @@ class RestartsByNumber(CheckpointStore):
         pass
 
 
-class AcceptsLateReplies(AsyncLLMServerManager):
+class AcceptsLateReplies(EnginePool):
     """Takes the reply of any attempt for the present one."""
 
     def _reply(self, link, completion):
@@ -197,7 +197,7 @@ class AcceptsLateReplies(AsyncLLMServerManager):
         super()._reply(link, completion)
 
 
-class ContinuesFromTheStart(AsyncLLMServerManager):
+class ContinuesFromTheStart(EnginePool):
     """Keeps the tokens of an interrupted request, and sends its prompt again without them."""
 
     def _begin(self, link):
@@ -210,7 +210,7 @@ class ContinuesFromTheStart(AsyncLLMServerManager):
         super()._begin(link)
 
 
-class PausesTooEarly(AsyncLLMServerManager):
+class PausesTooEarly(EnginePool):
     """Says that the engines stand still before they do."""
 
     async def interrupt(self, mode, timeout_s):
@@ -218,21 +218,21 @@ class PausesTooEarly(AsyncLLMServerManager):
         self._interrupt_mode = "abort" if mode == "abort" else "resume"
 
 
-class DropsDeadRequests(AsyncLLMServerManager):
+class DropsDeadRequests(EnginePool):
     """Requests of a lost replica are forgotten."""
 
     def _retry(self, pending: PendingRequest, link, reason):
         pass
 
 
-class ForgetsProgress(AsyncLLMServerManager):
+class ForgetsProgress(EnginePool):
     """Does not listen to what running requests have generated."""
 
     def reported(self, link, report):
         super().reported(link, replace(report, progress=()))
 
 
-class HasNoHeartbeat(AsyncLLMServerManager):
+class HasNoHeartbeat(EnginePool):
     """Neither asks who lives nor looks at progress: waits for requests to time out."""
 
     async def start(self):
@@ -243,7 +243,7 @@ class HasNoHeartbeat(AsyncLLMServerManager):
         await super().start()
 
 
-class LeavesSlotsFree(AsyncLLMServerManager):
+class LeavesSlotsFree(EnginePool):
     """Fills one slot at a time, with the next report the next one."""
 
     def _dispatch(self, pending, link, now_s):
@@ -251,7 +251,7 @@ class LeavesSlotsFree(AsyncLLMServerManager):
         self._choice.set(link.name, 0)
 
 
-class LeavesAbortedOnesRunning(AsyncLLMServerManager):
+class LeavesAbortedOnesRunning(EnginePool):
     """Takes requests away from a suspect and from time-outs without ending them there."""
 
     async def start(self):
@@ -262,7 +262,7 @@ class LeavesAbortedOnesRunning(AsyncLLMServerManager):
         await super().start()
 
 
-class NeverLooksAtProgress(AsyncLLMServerManager):
+class NeverLooksAtProgress(EnginePool):
     """A replica that computes nothing and answers every call keeps its requests until they time out."""
 
     async def start(self):
@@ -273,7 +273,7 @@ class NeverLooksAtProgress(AsyncLLMServerManager):
         await super().start()
 
 
-class BelievesEveryReport(AsyncLLMServerManager):
+class BelievesEveryReport(EnginePool):
     """Takes what is told of a running request for the next tokens, whatever was lost or came twice before."""
 
     def reported(self, link, report):
@@ -306,14 +306,14 @@ class WaitsForEveryGroup(Rollouter):
         await asyncio.wait(self._unfinished().values())
 
 
-class SwapsLogprobs(AsyncLLMServerManager):
+class SwapsLogprobs(EnginePool):
     """Every log-prob beside the wrong token."""
 
     def _finish(self, pending, last, replica=""):
         super()._finish(pending, replace(last, logprobs=last.logprobs[::-1]), replica)
 
 
-class LabelsByTheLastVersion(AsyncLLMServerManager):
+class LabelsByTheLastVersion(EnginePool):
     """One version for all tokens of a reply, the one it ended under."""
 
     def _reply(self, link, completion):
@@ -322,7 +322,7 @@ class LabelsByTheLastVersion(AsyncLLMServerManager):
         super()._reply(link, replace(completion, version_runs=labelled))
 
 
-class AbortsWithoutEnd(AsyncLLMServerManager):
+class AbortsWithoutEnd(EnginePool):
     """Waits for the replies of aborted requests, however long they take."""
 
     async def abort(self, request_ids):
@@ -415,7 +415,7 @@ class ForgetsSkipped(WithValidator):
             return self.running is None and await super().claim(step)
 
 
-class GivesNoWay(AsyncLLMServerManager):
+class GivesNoWay(EnginePool):
     """A validation beside training keeps its slots."""
 
     def _make_room(self):
@@ -480,14 +480,14 @@ class AdvantagesOfTheNextRow(Learner):
         return replace(signal, advantages=signal.advantages.roll(1, 0) * batch.mask)
 
 
-class LeavesInAHurry(AsyncLLMServerManager):
+class LeavesInAHurry(EnginePool):
     """Stops nothing on a replica that leaves."""
 
     async def _stop_running(self, attempts):
         pass
 
 
-class ForgetsWhoLeaves(AsyncLLMServerManager):
+class ForgetsWhoLeaves(EnginePool):
     """What a replica had that left does not go on."""
 
     async def retire(self, name):
@@ -495,21 +495,21 @@ class ForgetsWhoLeaves(AsyncLLMServerManager):
             self._drop(self._links[name])
 
 
-class LaterTurnsAboveTheCap(AsyncLLMServerManager):
+class LaterTurnsAboveTheCap(EnginePool):
     """Sends later turns to their replica at once, full or not, where the KV cache limits what it runs."""
 
     def __init__(self, clients, options):
         super().__init__(clients, options)
-        self._sticky._by_kv = False
+        self._sticky._strict = False
 
 
-class KeepsASlotFree(AsyncLLMServerManager):
+class KeepsASlotFree(EnginePool):
     """Sends one request less than the KV cache has room for."""
 
     def _set_free(self, link):
         super()._set_free(link)
-        free = self._admission.slots(link) - len(link.in_flight)
-        if self._admission.by_kv and not link.leaving and free > 0:
+        free = self._limit.slots(link) - len(link.in_flight)
+        if self._limit.strict and not link.leaving and free > 0:
             self._choice.set(link.name, free - 1)
 
 

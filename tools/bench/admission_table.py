@@ -22,8 +22,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from roll_async.rollout.dispatch.engine_pool import EnginePool
 from roll_async.rollout.dispatch.manager_options import ManagerOptions
-from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
 from roll_async.schema import Completion, GenerateRequest, SamplingParams
 from roll_async.simulator.clock import VirtualLoop, run_virtual
 from roll_async.simulator.parts.engine import SimEngine
@@ -142,7 +142,7 @@ async def _measure(setting: Setting, manager_options: ManagerOptions, seed: int)
         engine.version = engine.content = 0
         engine.paused = False
     replicas = [SimReplica(engine, seed, EngineFaults()) for engine in engines]
-    manager = AsyncLLMServerManager(replicas, manager_options)
+    manager = EnginePool(replicas, manager_options)
     await manager.start()
     ended: list[tuple[int, float]] = []
 

@@ -155,7 +155,7 @@ class Engine:
         text = f"{seconds:.4f} {words(self._rng, ANSWER_TOKENS)}"
         return seconds, array("i", [*tokenizer(text)["input_ids"], tokenizer.eos_token_id])
 
-    async def generate(self, request, *, conversation: str, foreground: bool):
+    async def generate(self, request, *, conversation: str, validation: bool):
         from roll_async.schema import Completion, FinishReason
 
         seconds, ids = self._rng.choice(self._answers)

@@ -76,8 +76,8 @@ async def measure(
     from roll_async.cluster.roles.engine_group import EngineSpec, RayEngineClient
     from roll_async.inference.settings import EngineSettings
     from roll_async.inference.vllm.engine import VllmEngine
+    from roll_async.rollout.dispatch.engine_pool import EnginePool
     from roll_async.rollout.dispatch.manager_options import ManagerOptions
-    from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
 
     settings = EngineSettings(model_folder=model, dtype="fp32", device="cpu", max_model_len=256, max_running=RUNNING)
     placements = place(None, num_processes=1, num_gpus_per_node=8, num_threads=1)
@@ -87,7 +87,7 @@ async def measure(
     await direct.start()
     for kept in args.kept:
         client = await RayEngineClient.start(order, placements[0], pool)
-        manager = AsyncLLMServerManager([client], ManagerOptions(max_concurrent_per_server=kept))
+        manager = EnginePool([client], ManagerOptions(max_concurrent_per_server=kept))
         await manager.start()
         for lengths in args.lengths:
             through, straight = [], []

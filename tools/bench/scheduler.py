@@ -24,8 +24,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from roll_async.inference.protocol import EngineCapabilities, EngineLoad, EngineReport
+from roll_async.rollout.dispatch.engine_pool import EnginePool
 from roll_async.rollout.dispatch.manager_options import ManagerOptions
-from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
 from roll_async.schema import Completion, FinishReason, GenerateRequest, SamplingParams
 
 BUDGET_PER_S, BUDGET_FLAT, BUDGET_PAUSE_S = 5000, 0.8, 0.1
@@ -94,7 +94,7 @@ async def case(num_engines: int, num_requests: int, num_completions: int) -> dic
     held: list[tuple[Engine, str]] = []
     engines = [Engine(f"engine-{i}", held) for i in range(num_engines)]
     limit = -(-num_requests // num_engines)
-    manager = AsyncLLMServerManager(engines, ManagerOptions(max_concurrent_per_server=limit))
+    manager = EnginePool(engines, ManagerOptions(max_concurrent_per_server=limit))
     await manager.start()
     done, running = 0, True
     sampling, prompt = SamplingParams(max_new_tokens=64), array("i", range(32))

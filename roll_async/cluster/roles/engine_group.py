@@ -1,6 +1,6 @@
 """Engine replicas as Ray actors, and their client for the scheduler and the synchronizer.
 
-AsyncLLMServerManager -- RayEngineClient.submit / collect --> EngineReplica (EngineHost over one Engine)
+EnginePool -- RayEngineClient.submit / collect --> EngineReplica (EngineHost over one Engine)
 ParameterSynchronizer -- RayEngineClient.begin_update ... commit -->      "
 
 A replica that spans nodes has an EngineReplica on each of them: on the first one it runs the engine, on the others the

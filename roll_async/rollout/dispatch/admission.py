@@ -13,7 +13,7 @@ A replica whose engine does not tell of its KV cache has the cap alone.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import exp, log2
 
@@ -206,11 +206,45 @@ class ReplicaAdmission:
             self._preemptions, self._num_ended = preemptions, 0
 
 
-class Admission:
-    """The limits of all replicas of a manager."""
+class FixedLimit:
+    """`max_concurrent_per_server` requests per replica, whatever they hold. The hooks of a limit that learns do nothing
+    here.
+    """
+
+    strict = False
+    """Later turns of conversations keep to it, too. Else they wait in the engine, whose cache has their prefix."""
 
     def __init__(self, options: ManagerOptions) -> None:
-        self._cap, self.by_kv = options.max_concurrent_per_server, options.admission == "kv"
+        self._cap = options.max_concurrent_per_server
+
+    def slots(self, link: ReplicaLink) -> int:
+        """Requests that the replica may run, those of other clients among them."""
+        return self._cap
+
+    def sent(self, link: ReplicaLink, pending: PendingRequest) -> None:
+        """A request is sent to the replica."""
+
+    def ended(self, link: ReplicaLink, num_tokens: int) -> None:
+        """An answer has ended there at this length."""
+
+    def reported(self, link: ReplicaLink, waiting: WaitingRequests) -> None:
+        """The replica has reported its load."""
+
+    def begun(self, waiting: WaitingRequests) -> list[ReplicaLink]:
+        """Set the first limit of replicas that have none, now that it is known what comes. Returns them."""
+        return []
+
+    def remove(self, link: ReplicaLink) -> None:
+        """The replica is lost or leaves."""
+
+
+class KvLimit(FixedLimit):
+    """As many as the KV cache of the replica has room for, and never more than the fixed limit."""
+
+    strict = True
+
+    def __init__(self, options: ManagerOptions) -> None:
+        super().__init__(options)
         self._book = LengthSurvival()
         self._replicas: dict[ReplicaLink, ReplicaAdmission] = {}
         self._prompt: float | None = None
@@ -218,31 +252,24 @@ class Admission:
         """Replicas that have told of their KV cache, and have no forecast yet: no request has come."""
 
     def slots(self, link: ReplicaLink) -> int:
-        """Requests that the replica may run, those of other clients among them."""
-        if not self.by_kv or (link.load is not None and link.load.kv is None):
+        if link.load is not None and link.load.kv is None:  # its engine tells nothing of its cache
             return self._cap
         found = self._replicas.get(link)
         return 1 if found is None else found.slots  # None: it has not reported its load yet
 
     def sent(self, link: ReplicaLink, pending: PendingRequest) -> None:
-        """A request is sent to the replica."""
-        if not self.by_kv:
-            return
         tokens = _prompt_of(pending)
         self._prompt = tokens if self._prompt is None else self._prompt + (tokens - self._prompt) / _RECENT
         if (found := self._replicas.get(link)) is not None:
             found.sent(len(pending.request.prompt_token_ids), pending.num_generated)
 
     def ended(self, link: ReplicaLink, num_tokens: int) -> None:
-        """An answer has ended there at this length."""
-        if self.by_kv:
-            self._book.add(num_tokens)
+        self._book.add(num_tokens)
         if (found := self._replicas.get(link)) is not None:
             found.ended()
 
     def reported(self, link: ReplicaLink, waiting: WaitingRequests) -> None:
-        """The replica has reported its load."""
-        if not self.by_kv or (load := link.load) is None or load.kv is None:
+        if (load := link.load) is None or load.kv is None:
             return
         found = self._replicas.get(link)
         if found is None:
@@ -269,17 +296,19 @@ class Admission:
             self._unknown.remove(link)
 
     def begun(self, waiting: WaitingRequests) -> list[ReplicaLink]:
-        """Make the first forecast for replicas that have none, now that it is known what comes. Returns them."""
         found = list(self._unknown) if waiting.first is not None else []
         for link in found:
             self.reported(link, waiting)
         return found
 
     def remove(self, link: ReplicaLink) -> None:
-        """The replica is lost or leaves."""
         self._replicas.pop(link, None)
         if link in self._unknown:
             self._unknown.remove(link)
+
+
+LIMITS: Mapping[str, type[FixedLimit]] = {"fixed": FixedLimit, "kv": KvLimit}
+"""By `async_training.admission`."""
 
 
 def _prompt_of(pending: PendingRequest) -> int:

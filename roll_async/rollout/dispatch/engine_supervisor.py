@@ -19,7 +19,7 @@ from typing import Protocol
 
 from roll_async.buffer.errors import RoleFailed, StallError
 from roll_async.inference.protocol import PauseMode
-from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
+from roll_async.rollout.dispatch.engine_pool import EnginePool
 from roll_async.rollout.protocol import Replica
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class EngineSupervisor:
 
     def __init__(
         self,
-        manager: AsyncLLMServerManager,
+        manager: EnginePool,
         starter: Starter,
         *,
         max_restarts: int,

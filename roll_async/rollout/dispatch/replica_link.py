@@ -55,8 +55,10 @@ class ReplicaLink:
         self._busy_since_s: float | None = None
         self._listener, self._spawn = listener, spawn
         self._outbox: list[Attempt] = []
-        self._on_wire: asyncio.Event | None = None
-        """While a submit call is under way; set at its end."""
+        self._submitting = False
+        """A submit call is under way."""
+        self._arrivals: list[asyncio.Future[None]] = []
+        """They wait for its end."""
         self._idle: asyncio.Future[None] | None = None
         """The writer waits for something in the outbox."""
         self._tasks: tuple[asyncio.Task[None], ...] = ()
@@ -125,8 +127,8 @@ class ReplicaLink:
         """
         await self._call(self.client.pause(mode))
         if mode is PauseMode.ABORT:
-            while self._on_wire is not None:
-                await self._on_wire.wait()
+            while self._submitting:
+                await self._arrival()
             if late := [a.wire_id for a in self.in_flight.values()]:
                 await self._call(self.client.abort(late))
 
@@ -138,8 +140,8 @@ class ReplicaLink:
         """The replica runs none of these attempts when this returns. The abort of one that is on the wire is sent once
         it has arrived: an abort that came first would find nothing to end.
         """
-        if any(a.state is AttemptState.ON_WIRE for a in attempts) and self._on_wire is not None:
-            await self._on_wire.wait()
+        if self._submitting and any(a.state is AttemptState.ON_WIRE for a in attempts):
+            await self._arrival()
 
         async def abort_there() -> None:  # cancelled before it begins, it has made no call that nobody awaits
             await self._call(self.client.abort([a.wire_id for a in attempts]))
@@ -189,7 +191,7 @@ class ReplicaLink:
                     continue
                 for attempt in batch:
                     attempt.to(AttemptState.ON_WIRE)
-                self._on_wire = asyncio.Event()
+                self._submitting = True
                 await self.client.submit([attempt.request.message() for attempt in batch])
                 self._acknowledged(batch, loop.time())
         except LOSSES as error:
@@ -207,10 +209,18 @@ class ReplicaLink:
         if unwanted := [a for a in batch if a.state in (AttemptState.ABORTED, AttemptState.LOST)]:
             self._spawn(self.abort(unwanted), f"abort on {self.name}")
 
+    async def _arrival(self) -> None:
+        """Return when the submit call that is under way has ended."""
+        arrival = asyncio.get_running_loop().create_future()
+        self._arrivals.append(arrival)
+        await arrival
+
     def _off_wire(self) -> None:
-        if self._on_wire is not None:
-            self._on_wire.set()
-            self._on_wire = None
+        self._submitting = False
+        arrivals, self._arrivals = self._arrivals, []
+        for arrival in arrivals:
+            if not arrival.done():  # whoever waited may have been cancelled
+                arrival.set_result(None)
 
     async def _read(self) -> None:
         """Consume the reports until the replica dies or the manager closes."""

@@ -1,4 +1,4 @@
-"""The queue of requests: foreground before background (or after it), later turns before first ones, then by age."""
+"""The queue of requests: by priority, later turns before first ones, then by age."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from roll_async.rollout.dispatch.requests import PendingRequest
 
-_BACKGROUND, _YIELDING = 2, 4
-"""First kinds of the background, and of a foreground that yields to it."""
+TRAINING, VALIDATION_FIRST, VALIDATION_LAST = 0, 1, -1
+"""Priorities; the higher one is dispatched first. A mode of validation changes that of requests which wait already."""
 
 
 class WaitingRequests:
@@ -22,60 +22,64 @@ class WaitingRequests:
         """Number of the valid heap entry of a request; its other entries are stale."""
         self._later: set[PendingRequest] = set()
         self._number = 0
-        self._foreground_yields = False
+        self._validation_priority = VALIDATION_FIRST
 
     @property
-    def foreground_yields(self) -> bool:
-        """The foreground (a validation) comes after the background (training) instead of before it."""
-        return self._foreground_yields
+    def validation_priority(self) -> int:
+        """Of the requests of validations; that of training is 0."""
+        return self._validation_priority
 
-    @foreground_yields.setter
-    def foreground_yields(self, yields: bool) -> None:
-        if yields != self._foreground_yields:
-            self._foreground_yields = yields
-            # All kinds have changed, so the heap is built anew; a copy, because `add` writes.
+    @validation_priority.setter
+    def validation_priority(self, priority: int) -> None:
+        if priority != self._validation_priority:
+            self._validation_priority = priority
+            # The heap is built anew; from a copy, because `add` writes.
             waiting = list(self._entries)
             self._heap.clear()
             for pending in waiting:
                 self.add(pending)
 
     @property
-    def num_background(self) -> int:
-        """Requests of the background that any replica may take."""
-        return sum(not (pending.foreground or pending.failed_on) for pending in self._entries)
+    def num_training(self) -> int:
+        """Requests of training that any replica may take."""
+        return sum(not (pending.validation or pending.failed_on) for pending in self._entries)
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def __iter__(self) -> Iterator[PendingRequest]:
         """In the order in which they are dispatched."""
-        return iter(sorted(self._entries, key=lambda pending: (self._kind(pending), pending.order)))
+        return iter(sorted(self._entries, key=lambda pending: (self._rank(pending), pending.order)))
 
     def __contains__(self, pending: PendingRequest) -> bool:
         return pending in self._entries
 
     def add(self, pending: PendingRequest) -> None:
-        """Add a request; its place follows from its kind and its age."""
+        """Add a request; its place follows from its priority and its age."""
         self._number += 1
         self._entries[pending] = self._number
         if pending.later_turn:
             self._later.add(pending)
         # The number is unique, so that two requests, which have no order, are never compared.
-        heapq.heappush(self._heap, (self._kind(pending), pending.order, self._number, pending))
+        heapq.heappush(self._heap, (self._rank(pending), pending.order, self._number, pending))
 
     def discard(self, pending: PendingRequest) -> bool:
         """Remove a request. False if it was not in the queue."""
         self._later.discard(pending)
         return self._entries.pop(pending, None) is not None
 
-    def pop(self, *, foreground_only: bool) -> PendingRequest | None:
-        """Remove and return the first request; None when none may be dispatched."""
+    def priority(self, pending: PendingRequest) -> int:
+        """Its priority at present."""
+        return self._validation_priority if pending.validation else TRAINING
+
+    def pop(self, floor: int) -> PendingRequest | None:
+        """Remove and return the first request; None when all are of a priority below `floor`."""
         while self._heap:
             _, _, number, pending = self._heap[0]
             if self._entries.get(pending) != number:
                 heapq.heappop(self._heap)
                 continue
-            if foreground_only and not pending.foreground:  # then all that follow are of the background, too
+            if self.priority(pending) < floor:  # then that of all that follow is, too
                 return None
             heapq.heappop(self._heap)
             self.discard(pending)
@@ -94,11 +98,10 @@ class WaitingRequests:
         """Whether a later turn of a conversation waits."""
         return bool(self._later)
 
-    def later_turns(self, *, foreground_only: bool) -> list[PendingRequest]:
-        """Waiting later turns of conversations, in order, without those of a foreground that yields."""
-        out = foreground_only or self._foreground_yields
-        found = (p for p in self._later if not out or p.foreground is foreground_only)
-        return sorted(found, key=lambda pending: (self._kind(pending), pending.order))
+    def later_turns(self, floor: int) -> list[PendingRequest]:
+        """Waiting later turns of conversations, in order; without those after training, which get free slots only."""
+        found = (p for p in self._later if self.priority(p) >= max(floor, TRAINING))
+        return sorted(found, key=lambda pending: (self._rank(pending), pending.order))
 
     def clear(self) -> None:
         """Remove all requests."""
@@ -106,6 +109,6 @@ class WaitingRequests:
         self._entries.clear()
         self._later.clear()
 
-    def _kind(self, pending: PendingRequest) -> int:
-        first = _BACKGROUND if not pending.foreground else _YIELDING if self._foreground_yields else 0
-        return first + (not pending.later_turn)
+    def _rank(self, pending: PendingRequest) -> int:
+        """Among all requests; the lowest is dispatched first."""
+        return -2 * self.priority(pending) + (not pending.later_turn)

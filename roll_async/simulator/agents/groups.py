@@ -12,7 +12,7 @@ from roll_async.agents.tools.toolbox import function, toolbox_of
 from roll_async.agents.worlds import AgentParts, TagPlan, WorldRunner
 from roll_async.envs.pool import WorldPool
 from roll_async.envs.registry import WorldSpec
-from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
+from roll_async.rollout.dispatch.engine_pool import EnginePool
 from roll_async.rollout.groups import GroupOptions, GroupRunner
 from roll_async.schema import Prompt
 from roll_async.simulator.agents.checks import TraceChecks
@@ -71,7 +71,7 @@ class AgentTasks:
             worker=workers(self.book, seed=scenario.seed, broken_share=model.broken_share),
         )
 
-    def source(self, manager: AsyncLLMServerManager) -> GroupRunner:
+    def source(self, manager: EnginePool) -> GroupRunner:
         """The source of groups."""
         scenario, model = self._scenario, self._model
         name = "BlockingSimWorld" if model.blocking else "SimWorld"

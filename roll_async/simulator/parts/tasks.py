@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import cast
 
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler
-from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
+from roll_async.rollout.dispatch.engine_pool import EnginePool
 from roll_async.simulator.invariants import Watch
 from roll_async.simulator.parts.roles import SimPrompts, SimScorer, SimTool, chat_prompt, held_out
 from roll_async.simulator.parts.text import Texts, tools_of
@@ -26,7 +26,7 @@ class ChatTasks:
         self.prompts = SimPrompts(scenario.num_prompts, chat_prompt)
         self.held_out = held_out(scenario.validation_prompts)
 
-    def source(self, manager: AsyncLLMServerManager) -> ChatCompletionScheduler:
+    def source(self, manager: EnginePool) -> ChatCompletionScheduler:
         """The source of groups."""
         scenario, texts, tools = self._scenario, self._scenario.texts, None
         if scenario.tools is not None:

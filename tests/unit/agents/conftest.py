@@ -74,7 +74,7 @@ class ScriptedPolicy:
             position += len(word)
         return ids
 
-    async def generate(self, request, *, conversation, foreground):
+    async def generate(self, request, *, conversation, validation):
         self.requests.append(request)
         await asyncio.sleep(self._delay_s)
         text = self._texts.pop(0)

@@ -49,14 +49,14 @@ class Manager:
     def __init__(self, tokenizer, say, *, delay_s=0.0, interrupt_every=0):
         self._tokenizer, self._say, self._delay_s, self._interrupt_every = tokenizer, say, delay_s, interrupt_every
         self.sampled, self.asked, self.forgotten, self.aborted = {}, 0, [], []
-        self.samplings, self.running, self.most, self.foreground = [], set(), 0, set()
+        self.samplings, self.running, self.most, self.validation = [], set(), 0, set()
         self._rng = random.Random(0)
 
-    async def generate(self, request, *, conversation, foreground):
+    async def generate(self, request, *, conversation, validation):
         self.asked += 1
         number = self.asked
         self.samplings.append(request.sampling)
-        self.foreground.add(foreground)
+        self.validation.add(validation)
         self.running.add(conversation)
         self.most = max(self.most, len(self.running))
         await asyncio.sleep(self._delay_s)
@@ -535,7 +535,7 @@ def test_validation_has_worlds_of_its_own_and_does_not_count_as_training(tokeniz
         answered = await groups.validate(prompts, SamplingParams(max_new_tokens=50), name="validation.1")
         assert [prompt.row_id for prompt, _ in answered] == [prompt.row_id for prompt in prompts]
         assert groups.counts().metrics["agent/attempts"] == 0
-        assert manager.foreground == {True}, "the scheduler tells it from training, and with mode share puts it behind"
+        assert manager.validation == {True}, "the scheduler tells it from training, and with mode share puts it behind"
         assert not {task_of(p).seed for p in prompts} & {task_of(tasks.at(i)).seed for i in range(1000)}
 
     run_groups(tokenizer, work, env_type="faulty_worlds.Quick")
@@ -676,9 +676,9 @@ def test_a_session_ends_with_its_trajectory_also_for_an_agent_that_keeps_its_key
 
 def test_a_request_that_an_agent_leaves_under_way_ends_with_its_trajectory(tokenizer):
     class Slow(Manager):
-        async def generate(self, request, *, conversation, foreground):
+        async def generate(self, request, *, conversation, validation):
             self._delay_s = 0.5 if self.sampled.values() and conversation in self.sampled.values() else 0.0
-            return await super().generate(request, conversation=conversation, foreground=foreground)
+            return await super().generate(request, conversation=conversation, validation=validation)
 
     async def work(groups, tasks, manager):
         await groups.run_group(tasks.at(0), group_id=0)

@@ -283,7 +283,7 @@ class Policy:
     def __init__(self, tokenizer, texts):
         self._tokenizer, self._texts, self._asked = tokenizer, texts, 0
 
-    async def generate(self, request, *, conversation, foreground, affinity=None):
+    async def generate(self, request, *, conversation, validation, affinity=None):
         await asyncio.sleep(1)
         self._asked += 1
         seed = re.search(r"seed (\d+)", self._tokenizer.decode(request.prompt_token_ids))

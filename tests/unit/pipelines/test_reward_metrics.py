@@ -202,7 +202,7 @@ def test_each_held_out_prompt_is_sampled_as_often_as_the_config_says(build):
             return [answered(build, "math", Reward(score=float(i % 3 == 0))) for i, _ in enumerate(prompts)]
 
     class Engines:
-        def yield_foreground(self, yields):
+        def yield_validation(self, yields):
             assert not yields
 
     held_out = HeldOut("", [build.prompt(), build.prompt()], options.validation[""])
@@ -245,7 +245,7 @@ def test_each_set_has_its_sampling_and_its_metrics_and_counts_one_version_alone(
             return [(p, (build.sample(p, runs=runs if i == 1 else kept),)) for i, p in enumerate(prompts)]
 
     class Engines:
-        def yield_foreground(self, yields):
+        def yield_validation(self, yields):
             yielded.append(yields)
 
     sets = [HeldOut("", [build.prompt()] * 3, greedy), HeldOut("aime", [build.prompt()], sampled)]

@@ -5,8 +5,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from roll_async.rollout.dispatch.engine_pool import EnginePool
 from roll_async.rollout.dispatch.manager_options import ManagerOptions
-from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def managed():
     @asynccontextmanager
     async def manage(*replicas, **options):
         patient = {"silence_s": 1e6}  # these replicas tell of their progress only when a test says so
-        manager = AsyncLLMServerManager(replicas, ManagerOptions(**{**patient, **options}))
+        manager = EnginePool(replicas, ManagerOptions(**{**patient, **options}))
         await manager.start()
         try:
             yield manager

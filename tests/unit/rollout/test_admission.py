@@ -12,7 +12,7 @@ from roll_async.rollout.dispatch.admission import (
     HIGHEST_TARGET,
     INTERVAL_S,
     LOWEST_TARGET,
-    Admission,
+    KvLimit,
     LengthSurvival,
     ReplicaAdmission,
     RunningRequest,
@@ -23,6 +23,7 @@ from roll_async.rollout.dispatch.requests import PendingRequest
 from roll_async.rollout.dispatch.sticky_routing import PATIENCE_S
 from roll_async.rollout.dispatch.waiting import WaitingRequests
 from roll_async.simulator.clock import run_virtual
+from roll_async.simulator.dispatch_checks import idle_slot_violations
 from tests.unit.conftest import make_request
 
 TOTAL = 10_000
@@ -177,7 +178,7 @@ def test_the_target_rises_while_requests_wait_for_room_and_else_does_not(replica
         return PendingRequest(make_request(), asyncio.get_running_loop().create_future(), None, False)
 
     async def slots(*, waited):
-        admission = Admission(ManagerOptions(max_concurrent_per_server=10_000, admission="kv"))
+        admission = KvLimit(ManagerOptions(max_concurrent_per_server=10_000))
         waiting, link = WaitingRequests(), ReplicaLink(replica_class("a"), None, None)
         kv = KVCache(total_tokens=10_000, free_tokens=9_990)
         link.record_load(EngineLoad(running=1, waiting=0, free_kv_fraction=1.0, kv=kv))
@@ -225,7 +226,7 @@ def test_a_manager_sends_what_the_cache_has_room_for_and_the_rest_later(managed,
         async with managed(replica, max_concurrent_per_server=64, admission="kv") as manager:
             tasks = start(manager, [make_request(f"r{i}", prompt=range(40), tokens=400) for i in range(30)])
             await asyncio.sleep(0.1)
-            assert 1 <= manager.stats().in_flight < 12 and not manager.idle_slot_violations()
+            assert 1 <= manager.stats().in_flight < 12 and not idle_slot_violations(manager)
             await asyncio.gather(*tasks)
 
     run_virtual(main())
@@ -344,7 +345,7 @@ def test_a_later_turn_waits_for_the_replica_that_has_its_prefix_but_not_for_ever
             (away,) = [r for k in manager.links if k.name != home for r in k.in_flight.values()]
             await manager.abort([away.request.request.request_id])
             await asyncio.sleep(0.05)
-            assert not turn.done() and not manager.idle_slot_violations()
+            assert not turn.done() and not idle_slot_violations(manager)
             assert (await turn).replica != home and loop.time() - at_s >= PATIENCE_S
             for task in blockers:
                 task.cancel()

@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
+from roll_async.rollout.dispatch.engine_pool import EnginePool
 from roll_async.rollout.dispatch.manager_options import ManagerOptions
-from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
 from roll_async.rollout.filters.filter_budget import GeneratedTooMany
 from roll_async.rollout.filters.group_filter import GroupFilter
 from roll_async.rollout.group_source import GroupFate
@@ -18,7 +18,7 @@ from roll_async.schema import FinishReason, Reward, RewardStatus, SamplingParams
 
 @asynccontextmanager
 async def scheduling(replicas, scorer, manager_options=None, **options):
-    manager = AsyncLLMServerManager(replicas, ManagerOptions(**manager_options or {}))
+    manager = EnginePool(replicas, ManagerOptions(**manager_options or {}))
     await manager.start()
     options = {"samples_per_group": 4, "sampling": SamplingParams(max_new_tokens=10), **options}
     scheduler = ChatCompletionScheduler(manager, scorer, SchedulerOptions(**options))

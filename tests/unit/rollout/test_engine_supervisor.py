@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from roll_async.buffer.errors import RoleFailed
+from roll_async.rollout.dispatch.engine_pool import EnginePool
 from roll_async.rollout.dispatch.engine_supervisor import EngineSupervisor
 from roll_async.rollout.dispatch.manager_options import ManagerOptions
-from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
 
 
 class Garage:
@@ -41,7 +41,7 @@ class Garage:
 
 @asynccontextmanager
 async def supervised(replicas, garage, max_restarts=2, refusals=0):
-    manager = AsyncLLMServerManager(replicas, ManagerOptions())
+    manager = EnginePool(replicas, ManagerOptions())
     await manager.start()
     limits = {"start_timeout_s": 100.0, "resume_timeout_s": 20.0}
     supervisor = EngineSupervisor(manager, garage, max_restarts=max_restarts, **limits)

@@ -6,6 +6,7 @@ import pytest
 
 from roll_async.rollout.dispatch.requests import Interrupted
 from roll_async.schema import FinishReason
+from roll_async.simulator.dispatch_checks import idle_slot_violations
 from roll_async.weight_sync.errors import EngineDead
 
 WHOLE = [1003 + i for i in range(10)]
@@ -310,7 +311,7 @@ def test_validation_sets_training_requests_aside_and_they_go_on_afterwards(run, 
             tasks = start(manager, [make(f"r{i}") for i in range(3)])
             await asyncio.sleep(3.5)
             await manager.pause_training(True)
-            questions = start(manager, [make(f"v{i}", tokens=4) for i in range(2)], foreground=True)
+            questions = start(manager, [make(f"v{i}", tokens=4) for i in range(2)], validation=True)
             before = asyncio.get_running_loop().time()
             assert all(list(c.token_ids) == WHOLE[:4] for c in await asyncio.gather(*questions))
             assert asyncio.get_running_loop().time() - before == pytest.approx(4)
@@ -337,11 +338,11 @@ def test_a_validation_gets_the_slot_of_what_had_not_been_sent_yet(run, replica_c
             await asyncio.sleep(1)
             training += start(manager, [make("t2")])
             await asyncio.sleep(1)
-            (validation,) = start(manager, [make("v")], foreground=True)
+            (validation,) = start(manager, [make("v")], validation=True)
             await asyncio.sleep(1)
             aside = asyncio.create_task(manager.pause_training(True))
             await asyncio.sleep(1)
-            assert manager.idle_slot_violations() == []
+            assert idle_slot_violations(manager) == []
             await aside
             assert list((await validation).token_ids) == WHOLE
             await manager.pause_training(False)
@@ -371,8 +372,8 @@ def test_a_validation_that_yields_uses_free_slots_only_and_gives_them_back(run, 
     async def go():
         replica, loop = replica_class("a"), asyncio.get_running_loop()
         async with managed(replica, max_concurrent_per_server=2) as manager:
-            manager.yield_foreground(True)
-            questions = start(manager, [make(f"v{i}") for i in range(2)], foreground=True)
+            manager.yield_validation(True)
+            questions = start(manager, [make(f"v{i}") for i in range(2)], validation=True)
             await asyncio.sleep(4.5)
             began = loop.time()
             tasks = start(manager, [make(f"r{i}") for i in range(3)])
@@ -385,8 +386,8 @@ def test_a_validation_that_yields_uses_free_slots_only_and_gives_them_back(run, 
             await manager_waits
             assert loop.time() - began == pytest.approx(13 + 6, abs=0.2), "4 of the 10 tokens were kept"
             assert not tasks[2].done()
-            manager.yield_foreground(True)  # of no effect while the training is set aside
-            (last,) = start(manager, [make("v9", tokens=2)], foreground=True)
+            manager.yield_validation(True)  # of no effect while the training is set aside
+            (last,) = start(manager, [make("v9", tokens=2)], validation=True)
             await last
             await manager.pause_training(False)
             assert list((await tasks[2]).token_ids) == WHOLE

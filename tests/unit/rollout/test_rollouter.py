@@ -12,8 +12,8 @@ from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.states import QueueOptions
 from roll_async.config.staleness import StalenessPolicy
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
+from roll_async.rollout.dispatch.engine_pool import EnginePool
 from roll_async.rollout.dispatch.manager_options import ManagerOptions
-from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
 from roll_async.rollout.filters.filter_budget import BudgetOptions, FilterBudget, GeneratedTooMany
 from roll_async.rollout.filters.first_batch import FirstBatch
 from roll_async.rollout.filters.group_filter import GroupFilter
@@ -43,7 +43,7 @@ class World:
         self.replicas, self.train_s, self.mode, self.parts = replicas, train_s, mode, parts
         self.options = QueueOptions(**{"groups_per_batch": 4, **queue})
         self.queue = MessageQueue(self.options, MemoryLedger())
-        self.manager = AsyncLLMServerManager(replicas, ManagerOptions(max_concurrent_per_server=6, silence_s=1e6))
+        self.manager = EnginePool(replicas, ManagerOptions(max_concurrent_per_server=6, silence_s=1e6))
         options = {"samples_per_group": 2, "sampling": SamplingParams(max_new_tokens=20)}
         options["scoring"] = ScoringOptions(outage_patience_s=0)
         self.scheduler = ChatCompletionScheduler(

@@ -12,8 +12,8 @@ import pytest
 from roll_async.prompts.tool_calls import HERMES, parse_call
 from roll_async.rollout.answers import AnswerRunner
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
+from roll_async.rollout.dispatch.engine_pool import EnginePool
 from roll_async.rollout.dispatch.manager_options import ManagerOptions
-from roll_async.rollout.dispatch.server_manager import AsyncLLMServerManager
 from roll_async.rollout.group_source import GroupFate
 from roll_async.rollout.groups import GroupScope, TrajectoryRequest
 from roll_async.rollout.scoring import RewardScoring, ScoringOptions
@@ -98,7 +98,7 @@ class Conversations:
 
 @asynccontextmanager
 async def talking(replicas, scorer, *, limit=128, tools=TOOLS, **options):
-    manager = AsyncLLMServerManager(replicas, ManagerOptions(max_concurrent_per_server=limit))
+    manager = EnginePool(replicas, ManagerOptions(max_concurrent_per_server=limit))
     await manager.start()
     callback = ToolCompletionCallback(tools, TextCodec(), **options)
     try:
@@ -258,7 +258,7 @@ def test_a_callback_that_fails_fails_its_group_with_its_place(run, build, replic
     async def go():
         replica = replica_class("a")
         Speaker(replica, *[call("add", a=1, b=1), "so be it"] * 2)
-        manager = AsyncLLMServerManager([replica], ManagerOptions())
+        manager = EnginePool([replica], ManagerOptions())
         await manager.start()
         callback = Broken(TOOLS, TextCodec())
         callback.hook, callback.does = hook, does
@@ -380,7 +380,7 @@ def test_an_abort_reaches_a_conversation_whose_tools_run(run, build, replica_cla
         replica = replica_class("a")
         speaker = Speaker(replica, call("add", a=1, b=1), "never said")
         scorer = scorer_class()
-        manager = AsyncLLMServerManager([replica], ManagerOptions())
+        manager = EnginePool([replica], ManagerOptions())
         await manager.start()
         options = SchedulerOptions(samples_per_group=1, sampling=SAMPLING)
         scheduler = ChatCompletionScheduler(manager, scorer, options, tools=ToolCompletionCallback(TOOLS, TextCodec()))

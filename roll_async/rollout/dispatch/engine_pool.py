@@ -1,4 +1,4 @@
-"""One request to one replica: load-aware dispatch, re-dispatch of the requests of a dead or unresponsive replica.
+"""All replicas of a role behind one queue: requests, weight pushes, validations, loss and return of replicas.
 
     generate --> waiting --pump--> outbox of a replica with free slots --submit--> replica
                    ^                                                                  |
@@ -6,8 +6,8 @@
 
 Dispatch is event-driven: every freed slot is refilled at once, and no slot is free while a request may run there.
 Calls to a replica carry batches. No lock is held across a wait. `attempts.py` holds the state of an attempt,
-`liveness.py` finds replicas that do not work. A replica that does not answer a control call in time is lost like one
-that died.
+`liveness.py` finds replicas that do not work, `sticky_routing.py` chooses the replica, `admission.py` its limit. A
+replica that does not answer a control call in time is lost like one that died.
 """
 
 from __future__ import annotations
@@ -17,22 +17,27 @@ import logging
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from roll_async.buffer.errors import Defect
-from roll_async.inference.protocol import EngineReport
+from roll_async.inference.protocol import EngineReport, PauseMode
 from roll_async.rollout.attempts import Attempt, AttemptState, Stop
-from roll_async.rollout.dispatch.admission import Admission
+from roll_async.rollout.dispatch.admission import LIMITS
 from roll_async.rollout.dispatch.liveness import Liveness
 from roll_async.rollout.dispatch.load_index import ReplicaChoice
 from roll_async.rollout.dispatch.load_polls import LoadPolls
 from roll_async.rollout.dispatch.manager_options import ManagerOptions
-from roll_async.rollout.dispatch.replica_link import ReplicaLink
+from roll_async.rollout.dispatch.replica_link import ReplicaLink, ask_all, wait_drained
 from roll_async.rollout.dispatch.requests import GenerationFailed, Interrupted, PendingRequest
 from roll_async.rollout.dispatch.server_counts import ServerCounts, ServerStats
 from roll_async.rollout.dispatch.sticky_routing import StickyRouting
-from roll_async.rollout.dispatch.waiting import WaitingRequests
+from roll_async.rollout.dispatch.waiting import VALIDATION_FIRST, VALIDATION_LAST, WaitingRequests
 from roll_async.rollout.protocol import Replica
-from roll_async.schema import Completion, FinishReason, GenerateRequest, SamplingParams
+from roll_async.schema import Completion, FinishReason, GenerateRequest, Prompt, SamplingParams
+
+if TYPE_CHECKING:
+    from roll_async.rollout.chat_scheduler import ChatCompletionScheduler
+    from roll_async.rollout.rounds import RolloutResult
 
 logger = logging.getLogger(__name__)
 
@@ -42,13 +47,11 @@ REPLY_WITHIN_S = 5.0
 
 @lru_cache(maxsize=64)
 def _ended(sampling: SamplingParams, end_ids: tuple[int, ...]) -> SamplingParams:
-    return replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *end_ids)) if end_ids else sampling
+    return replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *end_ids))
 
 
-class RequestDispatch:
-    """Turns requests of callers into attempts on replicas. `AsyncLLMServerManager`, its sub-class, pauses it and adds
-    and removes replicas.
-    """
+class EnginePool:
+    """`start` before use, `close` at the end; failures of the readers surface in `wait_failed`."""
 
     def __init__(self, clients: Sequence[Replica], options: ManagerOptions) -> None:
         self._options = options
@@ -59,18 +62,19 @@ class RequestDispatch:
         self._expected: dict[str, bool] = {}
         """Replicas on their way; whether they were there before."""
         self._choice = ReplicaChoice()
-        self._admission = Admission(options)
-        self._sticky = StickyRouting(self._choice, self._pump, by_kv=self._admission.by_kv)
+        self._limit = LIMITS[options.admission](options)
+        self._sticky = StickyRouting(self._choice, self._links, self._pump, strict=self._limit.strict)
         self._waiting = WaitingRequests()
         self._counts = ServerCounts()
-        self._dispatching, self._foreground_only = True, False
+        self._scheduler: ChatCompletionScheduler | None = None
+        self._dispatching, self._floor = True, VALIDATION_LAST
         self.num_interrupts = 0
         self._interrupt_mode: str | None = None
         self._pump_soon: asyncio.Handle | None = None
         self._round_began_s = float("-inf")
         self._num_requests = 0
-        self._yielding: set[Attempt] = set()
-        """Attempts of the foreground that were dispatched while it yields; some have ended."""
+        self._preemptible: set[Attempt] = set()
+        """Attempts of a validation that were dispatched while it comes after training; some have ended."""
         self._failure: asyncio.Future[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -84,7 +88,7 @@ class RequestDispatch:
     def _begin(self, link: ReplicaLink) -> None:
         self._set_free(link)
         link.open()
-        if self._admission.by_kv:
+        if self._limit.strict:  # a limit of one until its load is known
             self._polls.ask_once(link)
 
     async def close(self) -> None:
@@ -110,6 +114,16 @@ class RequestDispatch:
         return self._links.values()
 
     @property
+    def num_servers(self) -> int:
+        """Replicas alive."""
+        return len(self._links)
+
+    @property
+    def clients(self) -> list[Replica]:
+        """Replicas alive."""
+        return [s.client for s in self._links.values()]
+
+    @property
     def paused_for_push(self) -> bool:
         """A weight push has paused the replicas."""
         return not self._dispatching
@@ -127,21 +141,23 @@ class RequestDispatch:
         *,
         affinity: str | None = None,
         conversation: str | None = None,
-        foreground: bool = False,
+        validation: bool = False,
     ) -> Completion:
         """Run a request to its end, over as many replicas and weight versions as it takes.
 
         `affinity`: requests with the same key go to one replica while it lives and has room. `conversation`: later
         requests with this key go to the replica of the first one while it lives, at once and also when it is full: its
-        cache holds their prefix. `foreground`: runs also while `pause_training` holds the others back.
+        cache holds their prefix. `validation`: of a validation, whose priority `pause_training` and `yield_validation`
+        change.
         Raises Interrupted (mode abort), GenerationFailed, ConnectionError when no replica is left, Defect.
         """
         loop = asyncio.get_running_loop()
-        request = replace(request, sampling=_ended(request.sampling, self._options.end_ids))
+        if ends := self._options.end_ids:
+            request = replace(request, sampling=_ended(request.sampling, ends))
         later = conversation is not None and self._choice.is_settled(conversation)
         self._num_requests += 1
         pending = PendingRequest(
-            request, loop.create_future(), affinity, foreground, self._num_requests, conversation, later, loop.time()
+            request, loop.create_future(), affinity, validation, self._num_requests, conversation, later, loop.time()
         )
         self._waiting.add(pending)
         if self._pump_soon is None:  # requests that are made in one turn of the loop leave in one call per replica
@@ -151,6 +167,20 @@ class RequestDispatch:
         except asyncio.CancelledError:
             self._forget(pending)
             raise
+
+    def scheduled_by(self, scheduler: ChatCompletionScheduler) -> None:
+        """Set the scheduler that runs the rounds of `generate_sequences`."""
+        self._scheduler = scheduler
+
+    async def generate_sequences(
+        self, prompts: Sequence[Prompt], num_groups: int, *, validation: bool = False, first_id: int = 0
+    ) -> RolloutResult:
+        """One rollout round for programs of your own; a run takes its groups through the queue and never calls it. See
+        `ChatCompletionScheduler.generate_sequences`, which does the work.
+        """
+        if self._scheduler is None:
+            raise RuntimeError("generate_sequences: no ChatCompletionScheduler was made with this manager")
+        return await self._scheduler.generate_sequences(prompts, num_groups, validation=validation, first_id=first_id)
 
     async def abort(self, request_ids: Iterable[str]) -> None:
         """End these requests; their `generate` calls have returned (FinishReason.ABORT) when this returns. The time is
@@ -196,48 +226,40 @@ class RequestDispatch:
             self._pump_soon = None
         if not self._dispatching or not self._waiting:
             return
-        for link in self._admission.begun(self._waiting):
+        for link in self._limit.begun(self._waiting):
             self._set_free(link)
         now = asyncio.get_running_loop().time()
         if now - self._round_began_s >= self._options.batch_creation_interval_s:
             self._round_began_s = now
             self._choice.begin_round()
-        if self._waiting.any_later_turn:
-            self._dispatch_sticky()
-        passed = []
-        while self._choice.any_free:
-            pending = self._waiting.pop(foreground_only=self._foreground_only)
-            if pending is None:
-                break
-            if self.waits_for_home(pending):
+        for pending in self._waiting.later_turns(self._floor) if self._waiting.any_later_turn else ():
+            if (own := self._sticky.sticky_replica(pending)) is not None:
+                self._waiting.discard(pending)
+                self._dispatch(pending, own, now)
+        passed: list[PendingRequest] = []
+        while self._choice.any_free and (pending := self._waiting.pop(self._floor)) is not None:
+            if (link := self._sticky.choose(pending, patient=not self.validation_yields)) is not None:
+                self._dispatch(pending, link, now)
+            else:
                 passed.append(pending)
-                continue
-            waits_for_home = pending.foreground and pending.later_turn
-            key = pending.conversation if waits_for_home else pending.affinity
-            name = self._choice.choose(key, self._avoided(pending))
-            if name is None:
-                passed.append(pending)  # those with room have failed it
-                continue
-            if pending.conversation is not None:
-                self._choice.settle(pending.conversation, name)
-            self._dispatch(pending, self._links[name], now)
         for pending in passed:  # their order is by age: each has its old place again
             self._waiting.add(pending)
-        self._sticky.end_in_time(p for p in passed if self.waits_for_home(p))
-        if self._waiting.foreground_yields:
+        if self.validation_yields:  # any slot must do for it: nothing waits for its own replica
             self._make_room()
+        else:
+            self._sticky.end_in_time(passed)
 
     def _make_room(self) -> None:
-        """While the foreground yields: as many of its requests as others wait stop, keeping their tokens."""
-        self._yielding = {attempt for attempt in self._yielding if not attempt.ended}
-        if not self._yielding:
+        """As many requests of a validation that yields as others wait stop, keeping their tokens."""
+        self._preemptible = {attempt for attempt in self._preemptible if not attempt.ended}
+        if not self._preemptible:
             return
-        running = [attempt for attempt in self._yielding if attempt.stop is None]
-        num_wanted = self._waiting.num_background - (len(self._yielding) - len(running))
+        running = [attempt for attempt in self._preemptible if attempt.stop is None]
+        num_wanted = self._waiting.num_training - (len(self._preemptible) - len(running))
         # The youngest have the fewest tokens to read again.
         chosen = sorted(running, key=lambda attempt: -attempt.request.order)[: max(0, num_wanted)]
         if chosen:
-            self._spawn(self._end_on_servers(self._preempt(chosen)), "requests that give way")
+            self._spawn(self._end_on_servers(self._preempt(chosen)), "requests that are preempted")
             self._pump()  # what `_preempt` recalled from an outbox has left its slot already
 
     def _preempt(self, attempts: Sequence[Attempt]) -> list[Attempt]:
@@ -248,32 +270,15 @@ class RequestDispatch:
             attempt.stop = attempt.stop or Stop.ASIDE  # the first reason decides: its caller may have aborted it
         return running
 
-    def _dispatch_sticky(self) -> None:
-        now = asyncio.get_running_loop().time()
-        for pending in self._waiting.later_turns(foreground_only=self._foreground_only):
-            if (home := self._sticky.sticky_replica(pending, self._avoided(pending))) is not None:
-                self._waiting.discard(pending)
-                self._dispatch(pending, self._links[home], now)
-
-    def waits_for_home(self, pending: PendingRequest) -> bool:
-        """Not yet to run elsewhere (`sticky_routing.py`). Beside a validation that yields, any slot must do for it."""
-        return not self._waiting.foreground_yields and self._sticky.waits(pending, self._avoided(pending))
-
-    def _avoided(self, pending: PendingRequest) -> Collection[str]:
-        """Live replicas that failed this request: it goes to another one while there is one."""
-        if not pending.failed_on:
-            return ()
-        return {link.name for link in pending.failed_on if self._links.get(link.name) is link}
-
     def _dispatch(self, pending: PendingRequest, link: ReplicaLink, now_s: float) -> None:
         if pending.num_generated >= pending.request.sampling.max_new_tokens:  # stopped at its very last token
             pending.attempt.to(AttemptState.ANSWERED)
             self._finish(pending, Completion.empty(pending.attempt.wire_id, FinishReason.LENGTH))
             return
         link.send(pending.attempt, now_s)
-        self._admission.sent(link, pending)
-        if pending.foreground and self._waiting.foreground_yields:
-            self._yielding.add(pending.attempt)
+        self._limit.sent(link, pending)
+        if pending.validation and self.validation_yields:
+            self._preemptible.add(pending.attempt)
         self._counts.dispatched += 1
         self._counts.resumed += bool(pending.pieces)
         self._counts.in_flight += 1
@@ -287,7 +292,7 @@ class RequestDispatch:
         if link.leaving:  # `retire` has removed it from the choice, and `set` would bring it back
             return
         running = len(link.in_flight)
-        free = self._admission.slots(link) - running - link.foreign_requests
+        free = self._limit.slots(link) - running - link.foreign_requests
         if link.suspect:
             free = min(free, 1 - running)
         self._choice.set(link.name, free, 1.0 if link.load is None else link.load.free_kv_fraction)
@@ -296,7 +301,7 @@ class RequestDispatch:
     def load_reported(self, link: ReplicaLink) -> None:
         """A replica reported its load on request: other clients may have taken or freed slots."""
         if self._links.get(link.name) is link:
-            self._admission.reported(link, self._waiting)
+            self._limit.reported(link, self._waiting)
             self._set_free(link)
             self._pump()
 
@@ -316,7 +321,7 @@ class RequestDispatch:
                 self._keep_received(attempt)
                 self._retry(attempt.request, link, reason)
         link.record_load(report.load)  # after the replies: what its load has beyond those in flight is foreign
-        self._admission.reported(link, self._waiting)
+        self._limit.reported(link, self._waiting)
         self._set_free(link)
         self._pump()
 
@@ -335,7 +340,7 @@ class RequestDispatch:
             self._generated(link, tokens - attempt.num_received)  # a completion has the tokens of its progress, too
         if not aborted:
             # Not for aborted ones: their lengths would make all answers look short.
-            self._admission.ended(link, pending.num_generated + tokens)
+            self._limit.ended(link, pending.num_generated + tokens)
         if not aborted or pending.abort_wanted:
             self._finish(pending, completion, link.name)
         elif attempt.stop is Stop.TIMEOUT:
@@ -450,7 +455,147 @@ class RequestDispatch:
                 by_link.setdefault(attempt.link, []).append(attempt)
         await asyncio.gather(*(self._liveness.end_on_replica(link, part) for link, part in by_link.items()))
 
-    # Losses
+    # Weight pushes and validation
+
+    async def interrupt(self, mode: str, timeout_s: float) -> None:
+        """Bring all replicas to a stand-still within `timeout_s`, whatever the length of a sample.
+
+        wait: nothing new starts, running requests finish; what is not finished by half of the time is treated as
+        resume.
+        resume: running requests stop and keep their tokens. abort: they are discarded. keep: they stay in the engine.
+        A replica that does not acknowledge in time is lost; its requests go on elsewhere from their last token.
+        Raises ConnectionError when it was the last one and is not restarted.
+        """
+        # First: a slot that becomes free from now on must not be filled again.
+        self._dispatching, self.num_interrupts = False, self.num_interrupts + 1
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        if mode == "wait":
+            await wait_drained(self._links.values(), timeout_s / 2)
+        self._interrupt_mode = "abort" if mode == "abort" else "resume"
+        pause = PauseMode.KEEP if mode == "keep" else PauseMode.ABORT
+        if mode != "keep":
+            self._recall(self._all_in_flight())  # what no replica has yet must not reach a paused one
+        await self._command("pause", lambda link: link.stop(pause), deadline - loop.time(), of_s=timeout_s)
+        if mode != "keep":
+            # The tokens come with the replies, after the acknowledgement of the pause.
+            await wait_drained(self._links.values(), min(REPLY_WITHIN_S, max(0.0, deadline - loop.time())))
+            for link in [link for link in self._links.values() if link.in_flight]:
+                for attempt in list(link.in_flight.values()):  # the reply with its tokens did not come
+                    self._lose(attempt)
+                    self._requeue(attempt.request)
+                self._liveness.suspect(link, "did not return the tokens of its requests when it was paused")
+
+    async def resume(self) -> None:
+        """Let the replicas run again and dispatch waiting requests. One that does not acknowledge in time is lost."""
+        timeout_s = self._options.interrupt_timeout_s
+        await self._command("resume", ReplicaLink.resume, timeout_s, of_s=timeout_s)
+        self._interrupt_mode = None  # until here an abort that a replica reports is that of the push
+        self._dispatching = True
+        self._pump()
+
+    async def _command(
+        self, what: str, call: Callable[[ReplicaLink], Coroutine[object, object, None]], left_s: float, *, of_s: float
+    ) -> None:
+        """A control call to every replica at once. One that fails it, or has not done it in what is left of the time,
+        is lost. Raises ConnectionError when none is left.
+        """
+        if not self._links:
+            return
+        for link, error in (await ask_all(self._links.values(), what, call, left_s)).items():
+            self.lost(link, f"did not {what}: {error}" if error else f"did not {what} within {of_s:g} s")
+        if not self._links and not self._expected:
+            await self.wait_failed()  # raises: the loss of the last one has set the failure
+
+    async def pause_training(self, paused: bool) -> None:
+        """True: requests of training stop, keeping their tokens, and only those of validations run. False: they go
+        on.
+        """
+        self._floor = VALIDATION_FIRST if paused else VALIDATION_LAST
+        if paused:
+            self._waiting.validation_priority = VALIDATION_FIRST
+            await self._stop_running([a for a in self._all_in_flight() if not a.request.validation])
+        else:
+            self._pump()
+
+    async def _stop_running(self, attempts: Sequence[Attempt]) -> None:
+        """They stop where they run; their requests keep the tokens and go on when they may."""
+        running = self._preempt(attempts)
+        self._pump()  # what was in an outbox has left its slot at once
+        await self._end_on_servers(running)
+
+    def yield_validation(self, yields: bool) -> None:
+        """True: requests of validations take only the slots that training does not want, until `pause_training` calls
+        for their end, or False.
+        """
+        yields = yields and self._floor == VALIDATION_LAST
+        self._waiting.validation_priority = VALIDATION_LAST if yields else VALIDATION_FIRST
+        self._pump()
+
+    @property
+    def pump_is_due(self) -> bool:
+        """A pump comes in this turn of the loop: until then requests may wait beside a free slot."""
+        return self._pump_soon is not None
+
+    @property
+    def validation_yields(self) -> bool:
+        """Requests of validations come after those of training."""
+        return self._waiting.validation_priority == VALIDATION_LAST
+
+    # Replicas that come and go
+
+    async def add(self, client: Replica) -> None:
+        """A new or restarted replica joins; it must already hold the current weights, and run."""
+        assert client.name not in self._links, f"{client.name} joins twice"
+        # A bool: a new replica, which was not there before, has not returned.
+        self._counts.returned_servers += self._expected.pop(client.name, True)
+        link = self._links[client.name] = ReplicaLink(client, self, self._spawn)
+        self._begin(link)
+        self._pump()
+
+    def supervise(self, returns: Callable[[str, str], bool]) -> None:
+        """`returns(name, reason)` is called when a replica is lost. True: `add` is called when it is restarted, or
+        `give_up` when that fails. Until then requests wait for it if no other replica is alive.
+        """
+        self._returns = returns
+
+    def expect(self, name: str) -> None:
+        """A new replica is being started: requests wait for it if no other one is there."""
+        self._expected.setdefault(name, False)
+
+    def give_up(self, name: str, reason: str) -> None:
+        """A lost or new replica will not be started any more."""
+        self._expected.pop(name, None)
+        self._end_without_engines(name, reason)
+
+    @property
+    def expects_return(self) -> bool:
+        """Whether a lost or new replica is being started."""
+        return bool(self._expected)
+
+    async def remove(self, name: str, reason: str) -> None:
+        """Remove a replica; its requests go on elsewhere from their last token."""
+        if name in self._links:
+            self.lost(self._links[name], reason)
+
+    async def retire(self, name: str) -> None:
+        """Drain a replica for scale-down: it gets no more requests, and those it runs move with their tokens. The
+        caller ends its process.
+        """
+        link = self._links.get(name)
+        if link is None:
+            return
+        link.leaving = True
+        self._choice.remove(name)
+        self._recall(list(link.in_flight.values()))
+        self._pump()
+        await self._stop_running(list(link.in_flight.values()))
+        await wait_drained([link], REPLY_WITHIN_S)
+        if self._links.get(name) is link:  # else it was lost meanwhile, and its requests have moved
+            for attempt in self._drop(link):
+                self._keep_received(attempt)
+                self._requeue(attempt.request)
+            self._pump()
 
     def lost(self, link: ReplicaLink, reason: str) -> None:
         """Remove a lost replica; its requests are dispatched again from their last received token."""
@@ -477,7 +622,7 @@ class RequestDispatch:
         self._counts.dropped(link, asyncio.get_running_loop().time())
         self._counts.in_flight -= len(orphans)  # `close` has ended them past `_end`, which counts
         self._choice.remove(link.name)
-        self._admission.remove(link)
+        self._limit.remove(link)
         return orphans
 
     def _end_without_engines(self, name: str, reason: str) -> None:
@@ -490,6 +635,8 @@ class RequestDispatch:
                 pending.result.set_exception(error)
         self._waiting.clear()
         self._fail(error)
+
+    # Faults
 
     def fail(self, error: BaseException) -> None:
         """A fault of ours ends all requests: no replica is lost by it, and another attempt would meet it again."""
@@ -519,3 +666,7 @@ class RequestDispatch:
         error = None if task.cancelled() else task.exception()  # `exception()` of a cancelled task would raise
         if error is not None:
             self.fail(error)
+
+
+AsyncLLMServerManager = EnginePool
+"""The name in ROLL, for programs of users."""
