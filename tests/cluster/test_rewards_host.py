@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.family_tokenizers import save_family
 from tests.patience import patient
 
 pytest.importorskip("ray")
@@ -41,7 +42,7 @@ def sample(ids, name):
         generation_s=0.0,
     )
 
-TEXTS = ("=7", "=8</think>=7")
+TEXTS = ("=7", "=8[/THINK]=7")
 
 def maps(process):
     return [mapped.path for mapped in process.memory_maps()]
@@ -58,8 +59,9 @@ async def main(folder):
         order.append((domain, score))
     await asyncio.gather(ask("slow"), ask("slow"), ask("a"))
     print("order", order, flush=True)
-    opened = replace(prompt, thought="<think>")
-    thoughts = [await scorer.score(opened, sample(load_tokenizer(folder).encode(text), text)) for text in TEXTS]
+    opened = replace(prompt, thought="[THINK]")
+    said = [load_tokenizer(folder).encode(text, add_special_tokens=False) for text in TEXTS]
+    thoughts = [await scorer.score(opened, sample(ids, "thought")) for ids in said]
     print("thoughts", [(r.score, r.metrics["unfinished_thought"]) for r in thoughts], flush=True)
     await asyncio.gather(*(ask("boxed") for _ in range(20)))
     # Only among the processes of this driver: other runs on the machine have reward hosts, too.
@@ -94,10 +96,13 @@ def slow(text, ground_truth, extra):
 """
 
 
-def test_slow_answers_delay_no_others_and_a_killed_reward_host_comes_back(demo_assets, tmp_path):
+def test_slow_answers_delay_no_others_and_a_killed_reward_host_comes_back(tmp_path):
+    tokenizer = save_family("llama-3", tmp_path)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]"]})
+    tokenizer.save_pretrained(tmp_path)
     (tmp_path / "slow_reward.py").write_text(SLOW_REWARD)
     done = subprocess.run(
-        [sys.executable, "-c", DRIVER, str(demo_assets / "model")],
+        [sys.executable, "-c", DRIVER, str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=patient(180),
