@@ -18,7 +18,7 @@ from roll_async.cluster.placement import gpu_nodes
 from roll_async.config.schema import AgenticConfig, PipelineConfig, roles_on_engine_devices
 from roll_async.launch.checks.device_memory import GB, DeviceUse, device_uses, span
 from roll_async.launch.checks.gate import check_supported
-from roll_async.launch.roles import place_roles
+from roll_async.launch.roles import place_roles, processes_of
 
 ROOT = Path(__file__).resolve().parents[1]
 DEVICE_BYTES = int(80e9)
@@ -62,16 +62,17 @@ def in_document(text: str, head: Sequence[str]) -> list[str]:
 def _cluster_row(path: Path) -> str:
     config = check_supported(path).config
     roles = place_roles(config)
-    nodes = [len(need.gpu_ids) for need in gpu_nodes(roles.all)]
+    engines, ranks = roles["actor_infer"], roles["actor_train"]
+    nodes = [len(need.gpu_ids) for need in gpu_nodes(processes_of(config))]
     there = " + ".join(map(str, nodes)) if len(nodes) < 4 else f"{len(nodes)} x {nodes[0]}"
     sharing = ", sharing" if "actor_train" in roles_on_engine_devices(config) else ""
-    engine = f"{config.actor_infer.strategy_args.strategy_name} of {len(roles.engines[0].gpu_ids)}"
+    engine = f"{config.actor_infer.strategy_args.strategy_name} of {len(engines[0].gpu_ids)}"
     uses = device_uses(config, DEVICE_BYTES)
     trainer = max(use.total for use in uses if use.trainers)
     server = max(use.total for use in uses if use.engine is not None)
     fit = "" if all(use.problem is None for use in uses) else ", does not fit"
     return (
-        f"| `{path.stem}` | accepted | {there} | {len(roles.training['actor_train'])}{sharing} | {len(roles.engines)} "
+        f"| `{path.stem}` | accepted | {there} | {len(ranks)}{sharing} | {len(engines)} "
         f"{engine} | {trainer / GB:.1f}, {server / GB:.1f} of {DEVICE_BYTES / GB:.0f}{fit} | {_starter(path, config)} |"
     )
 

@@ -13,18 +13,20 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from types import TracebackType
+
+from datahooks import replace
 
 from roll_async.cluster.runtime import RuntimeInfo
 from roll_async.config.schema import RLVRConfig
-from roll_async.launch.roles import RoleStarter, place_roles
+from roll_async.launch.roles import RoleStarter
 from roll_async.launch.rollout import StartedRollout, prompts_of
-from roll_async.launch.run import UserHooks, couple
+from roll_async.launch.run import build_run
 from roll_async.launch.run_start import go_back, open_run, restored_step
 from roll_async.observe.progress import ProgressLine
 from roll_async.observe.recorder import Recorder
 from roll_async.pipelines.protocol import RunEnd
+from roll_async.pipelines.wire import UserHooks
 from roll_async.trainer.megatron.settings import MegatronSettings
 
 
@@ -38,7 +40,7 @@ class Sweep:
 
     def __enter__(self) -> Sweep:
         config = self._config
-        starter = RoleStarter(config, self._runtime, place_roles(config), self._stack)
+        starter = RoleStarter(config, self._runtime, self._stack)
         self._roles = self._runner.run(starter.start())
         return self
 
@@ -49,12 +51,12 @@ class Sweep:
         self._runner.close()
 
     def run(
-        self, config: RLVRConfig, classes: UserHooks | None = None, *, timeout_s: float = 3600.0
+        self, config: RLVRConfig, hooks: UserHooks | None = None, *, timeout_s: float = 3600.0
     ) -> list[dict[str, float]]:
         """Metrics of the steps of one run. Raises TimeoutError after `timeout_s`, and whatever ends a run early."""
-        return self._runner.run(self._run(config, UserHooks() if classes is None else classes, timeout_s))
+        return self._runner.run(self._run(config, UserHooks() if hooks is None else hooks, timeout_s))
 
-    async def _run(self, config: RLVRConfig, classes: UserHooks, timeout_s: float) -> list[dict[str, float]]:
+    async def _run(self, config: RLVRConfig, hooks: UserHooks, timeout_s: float) -> list[dict[str, float]]:
         for name, reward in config.rewards.items():
             started = self._config.rewards.get(name)
             if name not in config.loss_parts and (started is None or started.type != reward.type):
@@ -66,17 +68,16 @@ class Sweep:
         go_back(config, folder, restored_step(config, folder))
         recorder = Recorder(folder, [], ProgressLine(config.max_steps), logging_steps=config.max_steps)
         workers = dict(config.roles())
-        for name, group in self._roles.training.items():
+        training, rollout = self._roles
+        for name, group in training.items():
             if name in workers:
                 await group.restart(MegatronSettings.of(config, workers[name]))
-        loaded = await asyncio.to_thread(prompts_of, config)
-        assert isinstance(self._roles.rollout, StartedRollout)
-        rollout = self._roles.rollout
-        tasks = replace(rollout.tasks, prompts=loaded.stream, validation=loaded.held_out, pool=loaded.pool)
-        roles = replace(self._roles, rollout=replace(rollout, tasks=tasks))
-        run = await couple(config, roles, recorder, folder, classes)
-        async with asyncio.timeout(timeout_s):
-            end = await run.pipeline.run()
-            await run.checkpoint.finish()  # before the ranks begin anew
+        prompts, pool, held_out = await asyncio.to_thread(prompts_of, config)
+        assert isinstance(rollout, StartedRollout)
+        rollout = replace(rollout, prompts=prompts, pool=pool, held_out=held_out)
+        async with AsyncExitStack() as stack:  # its last checkpoint is complete before the ranks begin anew
+            pipeline = await build_run(config, (training, rollout), stack, (recorder, folder), hooks)
+            async with asyncio.timeout(timeout_s):
+                end = await pipeline.run()
         assert end is RunEnd.FINISHED, f"{config.exp_name} ended with {end}"
         return folder.read_metrics()

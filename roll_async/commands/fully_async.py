@@ -18,9 +18,9 @@ from pathlib import Path
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.commands.command_line import execute
 from roll_async.commands.run import launcher
-from roll_async.launch.run import UserHooks
 from roll_async.pipelines.fully_async import FullyAsyncTrainer
 from roll_async.pipelines.health import CustomMonitor
+from roll_async.pipelines.wire import UserHooks
 from roll_async.rollout.rollouter import Rollouter
 from roll_async.rollout.tools import Tool, ToolCompletionCallback
 from roll_async.weight_sync.push import ParameterSynchronizer
@@ -50,7 +50,7 @@ class FullyAsyncMain:
         custom_monitor: CustomMonitor | None = None,
         monitor_interval_s: float = 10.0,
     ) -> None:
-        self._classes = UserHooks(
+        self._hooks = UserHooks(
             trainer=trainer,
             rollouter=rollouter,
             tools=dict(tools or {}),
@@ -67,5 +67,5 @@ class FullyAsyncMain:
         """
         name = Path(sys.argv[0]).name
         example = f"python {name} --config-path configs --config-name {DEFAULT_CONFIG} max_steps=5"
-        trains = launcher(name, pipeline="rlvr", classes=self._classes, default=DEFAULT_CONFIG, example=example)
+        trains = launcher(name, pipeline="rlvr", hooks=self._hooks, default=DEFAULT_CONFIG, example=example)
         return execute(trains, args, name)

@@ -36,12 +36,11 @@ from roll_async.observe.disk import Unwritable
 
 if TYPE_CHECKING:
     from roll_async.cluster.runtime import RuntimeInfo
-    from roll_async.launch.roles import RolePlacements
-    from roll_async.launch.run import UserHooks
     from roll_async.observe.recorder import Recorder
     from roll_async.observe.run_folder import RunFolder
     from roll_async.observe.trackers import Tracker
     from roll_async.pipelines.protocol import RunEnd
+    from roll_async.pipelines.wire import UserHooks
 
 logger = logging.getLogger(__name__)
 
@@ -68,12 +67,12 @@ def launcher(
     name: str,
     *,
     pipeline: str | None,
-    classes: UserHooks | None = None,
+    hooks: UserHooks | None = None,
     default: str | None = None,
     example: str | None = None,
 ) -> click.Command:
     """A command that trains. `pipeline`: the kind it runs; None = what the config is. `default`: its config when none
-    is given. `classes`: the user's own code, see `launch/run.py`.
+    is given. `hooks`: the user's own code, see `pipelines/wire.py`.
     """
 
     @click.command(
@@ -86,7 +85,7 @@ def launcher(
     @click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[KEY=VALUE]...")
     def train(args: tuple[str, ...]) -> int:
         chosen = default is None or any(arg.startswith("--config") for arg in args)  # also --config-name
-        return run_command(args if chosen else ["--config", str(default), *args], pipeline=pipeline, classes=classes)
+        return run_command(args if chosen else ["--config", str(default), *args], pipeline=pipeline, hooks=hooks)
 
     return train
 
@@ -100,9 +99,9 @@ def launch(name: str, args: Sequence[str], *, pipeline: str) -> int:
     return execute(launcher(name, pipeline=pipeline, example=example), args, name)
 
 
-def run_command(args: Sequence[str], *, pipeline: str | None, classes: UserHooks | None = None) -> int:
+def run_command(args: Sequence[str], *, pipeline: str | None, hooks: UserHooks | None = None) -> int:
     """`--config NAME_OR_PATH [KEY=VALUE ...]` to an exit code. Everything a laptop can check is checked before Ray
-    starts. `classes`: the user's own code, see `launch/run.py`.
+    starts. `hooks`: the user's own code, see `pipelines/wire.py`.
     """
     with ExitStack() as held:
         try:
@@ -112,7 +111,7 @@ def run_command(args: Sequence[str], *, pipeline: str | None, classes: UserHooks
             config = prepare(args, pipeline)
         except (ValueError, Unwritable) as error:
             return _refused(error)
-        return _run(config, classes)
+        return _run(config, hooks)
 
 
 def _resolved(args: Sequence[str], pipeline: str | None) -> tuple[Path, list[str]]:
@@ -160,25 +159,25 @@ def _check_memory(config: RLVRConfig | AgenticConfig) -> None:
         require_fit(config, torch.cuda.get_device_properties(0).total_memory)
 
 
-def _run(config: RLVRConfig | AgenticConfig, classes: UserHooks | None) -> int:
+def _run(config: RLVRConfig | AgenticConfig, hooks: UserHooks | None) -> int:
     """Run folder, Ray, the loop, the report; every failure becomes one readable line and an exit code."""
     from roll_async.cluster.folders import absolute_paths
-    from roll_async.launch.run import UserHooks
+    from roll_async.pipelines.wire import UserHooks
 
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    classes = UserHooks() if classes is None else classes
+    hooks = UserHooks() if hooks is None else hooks
     outlive_state_requests()  # before the folder's lock tells anybody the process to ask
     config = absolute_paths(config, Path.cwd())
     try:
         config, folder, notices = open_run(config)
-        folder.open_log(*classes.log_names, modules=classes.modules)
+        folder.open_log(*hooks.log_names, modules=hooks.modules)
     except (ValueError, Unwritable) as error:
         return _refused(error)
     for notice in notices:
         logger.warning(notice)
     try:
         folder.write_config(dump(without_secrets(config)), is_secret)
-        return _run_in(config, folder, classes)
+        return _run_in(config, folder, hooks)
     except KeyboardInterrupt as error:
         if not isinstance(error, EndedAtOnce):
             print("interrupted before the first step; nothing to save", file=sys.stderr)
@@ -253,12 +252,12 @@ def ended(name: str, work: Callable[[], int]) -> int:
         return code
 
 
-def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, classes: UserHooks) -> int:
+def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, hooks: UserHooks) -> int:
     from roll_async.cluster.role_log import role_environment
     from roll_async.cluster.runtime import ray_runtime
-    from roll_async.launch.roles import place_roles
+    from roll_async.launch.roles import processes_of
 
-    placements = place_roles(config)
+    processes = processes_of(config)
     folder.keep_trace()
     step = restored_step(config, folder)
     went_back = go_back(config, folder, step)
@@ -267,7 +266,7 @@ def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, classes: User
     recorder = _recorder(config, folder)
     if went_back:
         recorder.repeat()
-    where = "CPU" if not any(p.gpu_ids for p in placements.all) else f"{config.num_nodes} node(s)"
+    where = "CPU" if not any(p.gpu_ids for p in processes) else f"{config.num_nodes} node(s)"
     print(
         f"{config.exp_name}: {config.max_steps} steps of {config.groups_per_batch} prompts x "
         f"{config.samples_per_group} samples, ratio {config.async_generation_ratio:g}, on {where}; "
@@ -276,8 +275,8 @@ def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, classes: User
     )
     env = role_environment(folder.role_logs())
     try:
-        with ray_runtime(num_processes=len(placements.all) + 2, env=env) as runtime:
-            end = asyncio.run(_train(config, runtime, placements, (recorder, folder), classes))
+        with ray_runtime(num_processes=len(processes) + 2, env=env) as runtime:
+            end = asyncio.run(_train(config, runtime, (recorder, folder), hooks))
     except BaseException:  # the first error is the one that is told
         with suppress(OSError):
             recorder.close()
@@ -323,9 +322,8 @@ def _recorder(config: RLVRConfig | AgenticConfig, folder: RunFolder) -> Recorder
 async def _train(
     config: RLVRConfig | AgenticConfig,
     runtime: RuntimeInfo,
-    placements: RolePlacements,
     observers: tuple[Recorder, RunFolder],
-    classes: UserHooks,
+    hooks: UserHooks,
 ) -> RunEnd:
     """Start the roles, run the loop, export the model. When a role dies, all roles are started again."""
     from roll_async.launch.restarts import can_restart, restart_from_newest, started_roles
@@ -334,11 +332,11 @@ async def _train(
     recorder, folder = observers
     while True:
         try:
-            async with started_roles(config, runtime, placements, observers, classes) as run:
+            async with started_roles(config, runtime, observers, hooks) as pipeline:
                 with after_start(GeneratedTooMany):
-                    end = await run.pipeline.run()
-                    await run.export_hf(str(folder.path / "hf"))
-                folder.update_record(exported_step=run.pipeline.trained_step)
+                    end = await pipeline.run()
+                    await pipeline.export_hf(str(folder.path / "hf"))
+                folder.update_record(exported_step=pipeline.trained_step)
             return end
         except Exception as error:  # `can_restart` names the types, which may be inside an ExceptionGroup
             if not can_restart(config, recorder.restarts, error):

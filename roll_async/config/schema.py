@@ -190,6 +190,13 @@ class PipelineConfig:
         return 0
 
     @property
+    def restarts_per_engine(self) -> int:
+        """`fault.max_engine_restarts`; 0 where training roles share devices with the engines: a replica
+        that starts takes its KV cache from the free memory, and in phase TRAIN there is none.
+        """
+        return 0 if roles_on_engine_devices(self) else self.fault.max_engine_restarts
+
+    @property
     def samples_per_batch(self) -> int:
         """G * N."""
         return self.groups_per_batch * self.samples_per_group

@@ -9,29 +9,24 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from roll_async.agents.worlds import WorldRunner
 from roll_async.buffer.errors import after_start
 from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig
 from roll_async.config.schema_rollout import MAIN_SET
 from roll_async.inference.endpoint import ChatEndpoint, EndpointOptions, Refused
-from roll_async.launch.agents import agent_parts, group_options, validation_tasks
 from roll_async.launch.roles import loading_weights, start_without_training
-from roll_async.launch.rollout import data_options, held_out_of, start_scorer
+from roll_async.launch.rollout import data_options, held_out_of
 from roll_async.observe.thoughts import marks_of
-from roll_async.pipelines.validation import HeldOut, SetSampling, Validation
+from roll_async.pipelines.validation import HeldOut, Validation, held_out_sets
 from roll_async.prompts.end_marks import EndMarks
 from roll_async.prompts.rows import BadRows, read_rows
 from roll_async.prompts.tokenizer import batch_decoder, load_tokenizer
 from roll_async.prompts.turns import Turn
 from roll_async.rewards.serving.router import RewardRouter
-from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
-from roll_async.rollout.dispatch.engine_pool import EnginePool
 from roll_async.rollout.group_source import SourceCounts
 from roll_async.rollout.groups import Ended, EndReason, GroupOptions, GroupRunner, Trajectory, TrajectoryRequest
 from roll_async.schema import Answered, Prompt, RewardStatus, Sample
@@ -87,27 +82,12 @@ def for_evaluation(config: C, model: str | None) -> C:
 
 async def evaluate_folder(config: PipelineConfig, stack: AsyncExitStack) -> Evaluation:
     """Measure the model of `config.actor_infer`. Raises what `launch/roles.py: start_without_training` does."""
-    if isinstance(config, AgenticConfig):
-        held_out, beside = validation_tasks(config), partial(_start_worlds, config, stack)
-    else:
-        assert isinstance(config, RLVRConfig)
-        held_out, beside = await asyncio.to_thread(held_out_of, config), partial(_start_rewards, config, stack)
-    source, manager = await start_without_training(config, beside, stack)
+    held_out = held_out_sets(config, await asyncio.to_thread(held_out_of, config))
+    groups, manager = await start_without_training(config, stack)
     report = Report(config)
-    measure = Validation(_sets(config, held_out), source(manager), manager, lambda: 0, on_answers=report.add)
+    measure = Validation(held_out, groups, manager, lambda: 0, on_answers=report.add)
     with after_start():
         return report.evaluation(await measure(0))
-
-
-async def _start_rewards(config: RLVRConfig, stack: AsyncExitStack) -> Callable[[EnginePool], GroupRunner]:
-    scorer = await start_scorer(config, stack)
-    return lambda manager: ChatCompletionScheduler(manager, scorer, SchedulerOptions.of(config))
-
-
-async def _start_worlds(config: AgenticConfig, stack: AsyncExitStack) -> Callable[[EnginePool], GroupRunner]:
-    parts = await agent_parts(config, stack, trains=False)
-    options = group_options(config, trains=False)
-    return lambda manager: GroupRunner(WorldRunner(manager, parts), manager, options)
 
 
 async def evaluate_address(config: RLVRConfig, options: EndpointOptions, stack: AsyncExitStack) -> Evaluation:
@@ -117,7 +97,7 @@ async def evaluate_address(config: RLVRConfig, options: EndpointOptions, stack: 
     endpoint = ChatEndpoint(options)
     stack.push_async_callback(endpoint.close)
     await endpoint.start()
-    held_out = await asyncio.to_thread(held_out_of, config)
+    held_out = held_out_sets(config, await asyncio.to_thread(held_out_of, config))
     tokenizer = await asyncio.to_thread(load_tokenizer, config.pretrain)
     scored = {name: r for name, r in config.rewards.items() if name not in config.loss_parts}
     router = RewardRouter(scored, marks_of(tokenizer))
@@ -127,13 +107,8 @@ async def evaluate_address(config: RLVRConfig, options: EndpointOptions, stack: 
     answers = GroupRunner(
         EndpointRunner(config, endpoint, router, tokenizer), None, GroupOptions(samples_per_group=1, sampling=None)
     )
-    measure = Validation(_sets(config, held_out), answers, None, lambda: 0, on_answers=report.add)
+    measure = Validation(held_out, answers, None, lambda: 0, on_answers=report.add)
     return report.evaluation(await measure(0))
-
-
-def _sets(config: PipelineConfig, held_out: Mapping[str, Sequence[Prompt]]) -> list[HeldOut]:
-    sampling = config.validation_sampling
-    return [HeldOut(name, prompts, SetSampling.of(sampling[name])) for name, prompts in held_out.items()]
 
 
 class EndpointRunner:

@@ -21,12 +21,13 @@ from roll_async.buffer.errors import RoleFailed, StallError, first_cause
 from roll_async.cluster.gc_policy import defer_gc_during_startup
 from roll_async.cluster.runtime import RuntimeInfo, wait_names_free
 from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig
-from roll_async.launch.roles import RolePlacements
-from roll_async.launch.run import Assembled, UserHooks, build_run
+from roll_async.launch.run import start_run
 from roll_async.launch.run_start import checkpoints_of, go_back, how_to_continue, restored_step
 from roll_async.launch.signals import print_line, stop_on_signals
 from roll_async.observe.recorder import Recorder
 from roll_async.observe.run_folder import RunFolder
+from roll_async.pipelines.rlvr import RLVRPipeline
+from roll_async.pipelines.wire import UserHooks
 
 logger = logging.getLogger(__name__)
 C = TypeVar("C", bound=PipelineConfig)
@@ -39,29 +40,28 @@ _RESTARTABLE = (ConnectionError, TimeoutError, StallError, RoleFailed)
 async def started_roles(
     config: RLVRConfig | AgenticConfig,
     runtime: RuntimeInfo,
-    placements: RolePlacements,
     observers: tuple[Recorder, RunFolder],
-    classes: UserHooks,
-) -> AsyncIterator[Assembled]:
-    """The started roles, coupled, with signal handlers. All of them are closed when the block ends."""
+    hooks: UserHooks,
+) -> AsyncIterator[RLVRPipeline]:
+    """The run on started roles, with signal handlers. All of them are closed when the block ends."""
     loop = asyncio.get_running_loop()
     await wait_names_free()  # of the roles before a restart
     async with AsyncExitStack() as stack:
-        starting = asyncio.ensure_future(build_run(config, runtime, placements, stack, observers, classes))
+        starting = asyncio.ensure_future(start_run(config, runtime, stack, observers, hooks))
         for name in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(name, starting.cancel)  # there is no pipeline yet to be asked to stop
         try:
             with defer_gc_during_startup(settled=True):
-                run = await starting
+                pipeline = await starting
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
         observers[0].begin()
         try:
-            with stop_on_signals(run.pipeline, config.checkpoint.output_dir):
-                yield run
+            with stop_on_signals(pipeline, config.checkpoint.output_dir):
+                yield pipeline
         finally:
-            if run.pipeline.rescued is not None:
-                print_line(_how_to_resume(config, observers[1], run.pipeline.rescued))
+            if pipeline.rescued is not None:
+                print_line(_how_to_resume(config, observers[1], pipeline.rescued))
 
 
 def can_restart(config: PipelineConfig, restarts: int, error: BaseException) -> bool:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import TypeVar
 
 from roll_async.cluster.folders import SharedFolders, shared_folders
 from roll_async.cluster.node_pool import NodePool
@@ -26,27 +26,13 @@ from roll_async.config.schema import (
     roles_on_engine_devices,
 )
 from roll_async.launch.engines import ReplicaStarter
-from roll_async.launch.rollout import StartedRollout, start_engines, start_rollout
+from roll_async.launch.rollout import StartedRollout, groups_on, start_engines, start_rollout, start_scorers
 from roll_async.pipelines.colocation import DeviceMemory, PhaseSwitcher
 from roll_async.rollout.dispatch.engine_pool import EnginePool
+from roll_async.rollout.groups import GroupRunner
 from roll_async.weight_sync.protocol import DevicePhase
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RolePlacements:
-    """Placement of every process of a run."""
-
-    training: Mapping[str, tuple[ProcessPlacement, ...]]
-    """By role: actor_train, and reference, critic, teacher when configured."""
-    engines: tuple[ProcessPlacement, ...]
-
-    @property
-    def all(self) -> tuple[ProcessPlacement, ...]:
-        """Every process."""
-        return (*(p for part in self.training.values() for p in part), *self.engines)
 
 
 def training_roles(config: PipelineConfig) -> dict[str, WorkerConfig]:
@@ -57,8 +43,10 @@ def training_roles(config: PipelineConfig) -> dict[str, WorkerConfig]:
     return roles
 
 
-def place_roles(config: PipelineConfig) -> RolePlacements:
-    """Device mappings to processes. Raises ValueError for a mapping that spans nodes where it cannot."""
+def place_roles(config: PipelineConfig) -> dict[str, tuple[ProcessPlacement, ...]]:
+    """Device mappings to the processes of each role: of actor_train, reference, critic, teacher as configured, and last
+    the engines, actor_infer. Raises ValueError for a mapping that spans nodes where it cannot.
+    """
     roles = training_roles(config)
     cpu = sum(w.num_ranks for w in roles.values() if w.device_mapping is None)
     cpu += config.num_servers if config.actor_infer.device_mapping is None else 0
@@ -73,26 +61,29 @@ def place_roles(config: PipelineConfig) -> RolePlacements:
             pretended=pretended_gpus() > 0,
         )
 
-    return RolePlacements(
-        training={name: put(w, w.num_ranks) for name, w in roles.items()},
-        engines=put(config.actor_infer, config.num_servers),
-    )
+    training = {name: put(w, w.num_ranks) for name, w in roles.items()}
+    return {**training, "actor_infer": put(config.actor_infer, config.num_servers)}
+
+
+def processes_of(config: PipelineConfig) -> list[ProcessPlacement]:
+    """The processes of all roles."""
+    return list(chain.from_iterable(place_roles(config).values()))
 
 
 async def start_without_training(
-    config: PipelineConfig, beside: Callable[[], Awaitable[T]], stack: AsyncExitStack
-) -> tuple[T, EnginePool]:
-    """Engines that hold the weights they were loaded with, and what is started beside them. Ray runs; all of it closes
+    config: PipelineConfig, stack: AsyncExitStack
+) -> tuple[GroupRunner, EnginePool]:
+    """Groups of answers of engines that hold the weights they were loaded with, and these. Ray runs; all of it closes
     with the stack. Raises ValueError for what the user can fix, RoleFailed and ConnectionError for engines that do not
     start or are lost.
     """
-    placements = place_roles(config).engines
+    placements = place_roles(config)["actor_infer"]
     pool = NodePool(placements)
     await pool.reserve(config.fault.stall_timeout)
     stack.callback(pool.release)
     starter = ReplicaStarter(config, placements, pool, stack)
-    found, engines, _ = await start_engines(config, starter, beside(), stack)
-    return found, engines.manager
+    scorers, engines, _ = await start_engines(config, starter, start_scorers(config, stack, trains=False), stack)
+    return groups_on(config, scorers)(engines.manager), engines.manager
 
 
 def loading_weights(worker: WorkerConfig) -> WorkerConfig:
@@ -110,26 +101,19 @@ def _written(config: PipelineConfig) -> list[tuple[str, str]]:
     return [(key, str(path.absolute())) for key, path in keys.items()]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Roles:
-    """The started roles, not coupled yet."""
-
-    training: Mapping[str, RayTrainerGroup]
-    rollout: StartedRollout | RolloutProcess
-    devices: PhaseSwitcher | None = None
-    """Devices that training roles and engines share; None = they share none."""
+StartedRoles = tuple[Mapping[str, RayTrainerGroup], StartedRollout | RolloutProcess]
+"""The training roles by name, and the rollout side."""
 
 
 class RoleStarter:
     """Starts roles in parallel; all of them are closed when the stack closes."""
 
-    def __init__(
-        self, config: PipelineConfig, runtime: RuntimeInfo, placements: RolePlacements, stack: AsyncExitStack
-    ) -> None:
-        self._config, self._runtime, self._placements, self._stack = config, runtime, placements, stack
-        self._pool = NodePool(placements.all)
+    def __init__(self, config: PipelineConfig, runtime: RuntimeInfo, stack: AsyncExitStack) -> None:
+        self._config, self._runtime, self._stack = config, runtime, stack
+        self._placements = place_roles(config)
+        self._pool = NodePool(processes_of(config))
 
-    async def start(self, *, rollout_log_files: Sequence[str] | None = None) -> Roles:
+    async def start(self, *, rollout_log_files: Sequence[str] | None = None) -> StartedRoles:
         """Start all roles. `rollout_log_files`: the rollout has a process of its own, which logs to these files.
 
         Raises ValueError for what the user can fix, RoleFailed for what a role reports.
@@ -137,7 +121,7 @@ class RoleStarter:
         await self._pool.reserve(self._config.fault.stall_timeout)
         self._stack.callback(self._pool.release)  # first, so the last to close: processes end before their nodes go
         with shared_folders(_written(self._config)) as folders:
-            if sharing := [name for name in roles_on_engine_devices(self._config) if name in self._placements.training]:
+            if sharing := [name for name in roles_on_engine_devices(self._config) if name in self._placements]:
                 if rollout_log_files is not None:
                     raise ValueError(
                         f"{', '.join(sharing)} and actor_infer share devices, which the fully asynchronous mode can "
@@ -147,20 +131,20 @@ class RoleStarter:
             workers = training_roles(self._config).items()
             training = asyncio.gather(*(self._start_training(name, worker, folders) for name, worker in workers))
             if rollout_log_files is None:
-                starting = start_rollout(self._config, self._placements.engines, self._pool, self._stack)
+                starting = start_rollout(self._config, self._placements["actor_infer"], self._pool, self._stack)
             else:
                 starting = self._start_process(rollout_log_files)
             groups, rollout = await asyncio.gather(training, starting)
-        return Roles(training={g.name: g for g in groups}, rollout=rollout)
+        return {g.name: g for g in groups}, rollout
 
-    async def _start_colocated(self, sharing: Sequence[str], folders: SharedFolders) -> Roles:
+    async def _start_colocated(self, sharing: Sequence[str], folders: SharedFolders) -> StartedRoles:
         """Start the engines first, which measure the free memory of their devices. Then they sleep, and the ranks
         start on free devices.
         """
         config, placements = self._config, self._placements
-        rollout = await start_rollout(config, placements.engines, self._pool, self._stack)
-        engines = {replica_name(p.index): devices_of([p], config.num_gpus_per_node) for p in placements.engines}
-        ranks = {name: devices_of(placements.training[name], config.num_gpus_per_node) for name in sharing}
+        rollout = await start_rollout(config, placements["actor_infer"], self._pool, self._stack)
+        engines = {replica_name(p.index): devices_of([p], config.num_gpus_per_node) for p in placements["actor_infer"]}
+        ranks = {name: devices_of(placements[name], config.num_gpus_per_node) for name in sharing}
         theirs = {device for devices in ranks.values() for device in devices}
         sleepers = {name for name, devices in engines.items() if theirs & set(devices)}
         memory = DeviceMemory(devices_of={**engines, **ranks})
@@ -177,10 +161,10 @@ class RoleStarter:
         training = {group.name: group for group in groups}
         await devices.add_groups({name: training[name] for name in sharing})
         logger.info("%s and %s take turns on devices %s", ", ".join(sharing), ", ".join(sleepers), sorted(theirs))
-        return Roles(training=training, rollout=rollout, devices=devices)
+        return training, replace(rollout, devices=devices)
 
     async def _start_process(self, log_files: Sequence[str]) -> RolloutProcess:
-        start = partial(start_rollout, self._config, self._placements.engines, self._pool)
+        start = partial(start_rollout, self._config, self._placements["actor_infer"], self._pool)
         process = await RolloutProcess.start(
             start,
             log_files=log_files,
@@ -194,7 +178,7 @@ class RoleStarter:
     async def _start_training(self, name: str, worker: WorkerConfig, folders: SharedFolders) -> RayTrainerGroup:
         group = await RayTrainerGroup.start(
             TrainingRole.of(self._config, name, worker),
-            self._placements.training[name],
+            self._placements[name],
             self._pool,
             {**self._config.system_envs, **worker.system_envs},
             embedded=self._runtime.embedded,

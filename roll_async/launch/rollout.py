@@ -1,7 +1,7 @@
 """The rollout side of a run: engines, rewards, prompts; then queue, rollouter and synchronizer on them.
 
 Both parts run where they are called: in the driver, or in the rollout process of the fully asynchronous mode
-(`cluster/roles/rollout_process.py`), which is why a spec can be pickled.
+(`cluster/roles/rollout_process.py`), which is why what `build` takes can be pickled.
 """
 
 from __future__ import annotations
@@ -10,30 +10,32 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from roll_async.agents.rendering import TemplateRenderer
-from roll_async.agents.worlds import WorldRunner
+from roll_async.agents.worlds import AgentParts, WorldRunner
 from roll_async.buffer.ledger import Ledger, MemoryLedger, SqliteLedger, move_to_previous
+from roll_async.buffer.states import QueueOptions
 from roll_async.cluster.node_pool import NodePool
 from roll_async.cluster.placement import ProcessPlacement
+from roll_async.cluster.roles.engine_group import RayEngineClient
 from roll_async.cluster.roles.reward_group import HostPlan, RayScorer
+from roll_async.cluster.roles.trainer_group import RayTrainerGroup
 from roll_async.cluster.runtime import pretended_gpus
 from roll_async.config.schema import AgenticConfig, DataArguments, PipelineConfig, RLVRConfig
 from roll_async.launch.agents import agent_parts, group_options, training_tasks, validation_tasks
 from roll_async.launch.engines import ReplicaStarter
 from roll_async.launch.scaling import follow_requests
 from roll_async.pipelines.colocation import PhaseSwitcher
+from roll_async.pipelines.validation import held_out_sets
 from roll_async.pipelines.wire import (
-    ComponentTypes,
-    EngineOptions,
     Engines,
-    RolloutOptions,
-    RolloutRoles,
+    RolloutParts,
     RolloutSide,
+    UserHooks,
     build_engines,
     build_rollout,
 )
@@ -45,84 +47,78 @@ from roll_async.prompts.tokenizer import load_tokenizer, told
 from roll_async.rewards.row_checks import REFERENCE_COLUMNS, row_checks
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
 from roll_async.rollout.dispatch.engine_pool import EnginePool
+from roll_async.rollout.dispatch.manager_options import ManagerOptions
+from roll_async.rollout.filters.filter_budget import BudgetOptions
 from roll_async.rollout.groups import GroupRunner
 from roll_async.rollout.protocol import PromptPool, PromptSource
-from roll_async.rollout.rollouter import Rollouter
-from roll_async.rollout.tools import Tool, ToolCompletionCallback
+from roll_async.rollout.tools import ToolCompletionCallback
 from roll_async.schema import Prompt
-from roll_async.weight_sync.protocol import WeightSource
+from roll_async.weight_sync.canary import CanaryOptions
+from roll_async.weight_sync.protocol import SyncOptions
 from roll_async.weight_sync.transport.transports import ONE_HOST, choose_transport, needs_front_end
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RolloutSpec:
-    """All that is needed to couple the started roles: the other roles, and the position of a resumed run."""
-
-    config: PipelineConfig
-    source: WeightSource
-    """The trainer's ranks."""
-    run_id: str = ""
-    """Of the run that is coupled; empty = it has none."""
-    restored: int = 0
-    """Step of the checkpoint; 0 = a fresh run."""
-    position: Mapping[str, object] | None = None
-    """Position of that checkpoint in the prompt stream."""
-    rollouter: type[Rollouter] = Rollouter
-    tools: Mapping[str, Tool] = field(default_factory=dict)
-    tool_callback: type[ToolCompletionCallback] = ToolCompletionCallback
-    devices: PhaseSwitcher | None = None
-    """Devices that training roles and engines share; None = they share none."""
-    trainer_hosts: frozenset[str] = frozenset()
-    """Addresses of the trainer's nodes."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StartedTasks:
-    """Prompts, and the source that makes groups of them."""
-
-    prompts: PromptSource
-    source: Callable[[RolloutSpec], Callable[[EnginePool], GroupRunner]]
-    validation: Mapping[str, Sequence[Prompt]] = field(default_factory=dict)
-    pool: Callable[[], PromptPool] | None = None
-    """Makes the pool over the stream, one for each run; None = no pool."""
+Scorers = RayScorer | AgentParts
+"""What scores answers: the host of the rewards, or the worlds that agents act in."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartedRollout:
-    """The running engines and tasks of the rollout side."""
+    """The running engines, what scores their answers, and the prompts: all of it may serve one run after another."""
 
     engines: Engines
-    tasks: StartedTasks
+    validators: Engines | None
+    """Replicas that run validations and nothing else; None = there are none."""
+    scorers: Scorers
+    prompts: PromptSource
+    held_out: Mapping[str, Sequence[Prompt]]
+    """Prompts of validations, by set."""
+    pool: Callable[[], PromptPool] | None
+    """Makes the pool over the stream, one for each run; None = no pool."""
     starter: ReplicaStarter
     stack: AsyncExitStack
-    validators: Engines | None = None
-    """Replicas that run validations and nothing else; None = there are none."""
+    devices: PhaseSwitcher | None = None
+    """Devices that training roles and engines share; None = they share none."""
 
-    async def couple(self, spec: RolloutSpec) -> RolloutSide:
-        """Build queue, rollouter and synchronizer of one run."""
-        config = spec.config
+    async def build(
+        self,
+        config: PipelineConfig,
+        weights: RayTrainerGroup,
+        hooks: UserHooks,
+        run_id: str,
+        restored: int,
+        position: Mapping[str, object] | None,
+    ) -> RolloutSide:
+        """Queue, rollouter and synchronizer of one run, whose weights are those of these ranks. `run_id`, `restored`
+        and `position` are those of `RolloutParts`.
+        """
         all_engines = [self.engines, *([] if self.validators is None else [self.validators])]
         clients = [client for engines in all_engines for client in engines.manager.clients]
-        hosts = spec.trainer_hosts | {host for client in clients for host in client.hosts}  # type: ignore[attr-defined]
-        roles = RolloutRoles(
-            engines=self.engines,
-            groups=self.tasks.source(spec),
-            prompts=self.tasks.prompts,
-            weights=spec.source,
-            ledger=_ledger(config, can_rebuild=spec.position is not None),
-            validation=self.tasks.validation,
-            validators=self.validators,
-            restored=spec.restored,
-            run_id=spec.run_id,
-            position=spec.position,
-            devices=spec.devices,
-            pool=None if self.tasks.pool is None else self.tasks.pool(),
-        )
+        hosts = weights.hosts | {host for client in clients for host in client.hosts}  # type: ignore[attr-defined]
         transport = _transport(config, hosts)
-        side = build_rollout(roles, RolloutOptions.of(config, transport), ComponentTypes(rollouter=spec.rollouter))
+        parts = RolloutParts(
+            engines=self.engines,
+            groups=groups_on(config, self.scorers, _tools(config, hooks)),
+            prompts=self.prompts,
+            weights=weights,
+            ledger=_ledger(config, can_rebuild=position is not None),
+            queue=QueueOptions.of(config),
+            sync=SyncOptions.of(config, transport),
+            stop_timeout_s=config.async_training.interrupt.timeout,
+            pool=None if self.pool is None else self.pool(),
+            budget=BudgetOptions.of(config),
+            canary=CanaryOptions.of(config),
+            held_out=held_out_sets(config, self.held_out),
+            validation_mode=config.validation_mode,
+            validators=self.validators,
+            devices=self.devices,
+            run_id=run_id,
+            restored=restored,
+            position=position,
+        )
+        side = build_rollout(parts, hooks)
         self.starter.one_host = next(iter(hosts)) if transport in ONE_HOST else None
         folder = Path(config.output_dir) / config.exp_name
         await follow_requests(folder, self.engines, self.starter, side.queue, self.stack)
@@ -132,17 +128,24 @@ class StartedRollout:
 async def start_rollout(
     config: PipelineConfig, engines: Sequence[ProcessPlacement], pool: NodePool, stack: AsyncExitStack
 ) -> StartedRollout:
-    """Start engines and rewards in parallel; all of them are closed when the stack closes. Raises ValueError for what
-    the user can fix, RoleFailed for what a role reports.
+    """Start engines and what scores in parallel, and load the prompts meanwhile; all of them are closed when the stack
+    closes. Raises ValueError for what the user can fix, RoleFailed for what a role reports.
     """
-    if isinstance(config, AgenticConfig):
-        starting = start_agents(config, stack)
-    else:
-        assert isinstance(config, RLVRConfig)
-        starting = start_answers(config, stack)
     starter = ReplicaStarter(config, engines, pool, stack)
-    tasks, training, validators = await start_engines(config, starter, starting, stack)
-    return StartedRollout(engines=training, tasks=tasks, starter=starter, stack=stack, validators=validators)
+    beside = asyncio.gather(asyncio.to_thread(prompts_of, config), start_scorers(config, stack))
+    ((prompts, prompt_pool, held_out), scorers), training, validators = await start_engines(
+        config, starter, beside, stack
+    )
+    return StartedRollout(
+        engines=training,
+        validators=validators,
+        scorers=scorers,
+        prompts=prompts,
+        held_out=held_out,
+        pool=prompt_pool,
+        starter=starter,
+        stack=stack,
+    )
 
 
 async def start_engines(
@@ -152,15 +155,21 @@ async def start_engines(
     any).
     """
     found, clients, end_ids = await asyncio.gather(beside, starter.start_all(), asyncio.to_thread(end_ids_of, config))
-    first_own, options = len(clients) - config.num_validation_replicas, EngineOptions.of(config)
-    options = replace(options, manager=replace(options.manager, end_ids=end_ids))
-    connected = build_engines(clients[:first_own], starter, options)
-    await connected.start(stack)
-    validators = None
-    if own := clients[first_own:]:
-        validators = build_engines(own, starter, options)
-        await validators.start(stack)
-    return found, connected, validators
+
+    async def connected(replicas: Sequence[RayEngineClient]) -> Engines:
+        engines = build_engines(
+            replicas,
+            starter,
+            replace(ManagerOptions.of(config), end_ids=end_ids),
+            max_restarts=config.restarts_per_engine,
+            start_timeout_s=config.fault.rpc_timeout,
+        )
+        await engines.start(stack)
+        return engines
+
+    first_own = len(clients) - config.num_validation_replicas
+    training, own = clients[:first_own], clients[first_own:]
+    return found, await connected(training), await connected(own) if own else None
 
 
 def end_ids_of(config: PipelineConfig) -> tuple[int, ...]:
@@ -175,16 +184,25 @@ def end_ids_of(config: PipelineConfig) -> tuple[int, ...]:
     return tuple(sorted({i for marks in found for i in marks.ids}))
 
 
-async def start_answers(config: RLVRConfig, stack: AsyncExitStack) -> StartedTasks:
-    """Prompt files and rewards."""
-    loaded, scorer = await asyncio.gather(asyncio.to_thread(prompts_of, config), start_scorer(config, stack))
+async def start_scorers(config: PipelineConfig, stack: AsyncExitStack, *, trains: bool = True) -> Scorers:
+    """What scores the answers of a config. `trains`: as in `agents.py: group_options`."""
+    if isinstance(config, AgenticConfig):
+        return await agent_parts(config, stack, trains=trains)
+    assert isinstance(config, RLVRConfig)
+    return await start_scorer(config, stack)
 
-    def source(spec: RolloutSpec) -> Callable[[EnginePool], GroupRunner]:
-        assert isinstance(spec.config, RLVRConfig)
-        options, tools = SchedulerOptions.of(spec.config), _tools(spec, spec.config)
-        return lambda manager: ChatCompletionScheduler(manager, scorer, options, tools=tools)
 
-    return StartedTasks(prompts=loaded.stream, source=source, validation=loaded.held_out, pool=loaded.pool)
+def groups_on(
+    config: PipelineConfig, scorers: Scorers, tools: ToolCompletionCallback | None = None
+) -> Callable[[EnginePool], GroupRunner]:
+    """`RolloutParts.groups`: of trajectories in worlds, or of answers that rewards score."""
+    if isinstance(scorers, AgentParts):
+        assert isinstance(config, AgenticConfig)
+        limits = group_options(config, trains=scorers.trains)
+        return lambda manager: GroupRunner(WorldRunner(manager, scorers), manager, limits)
+    assert isinstance(config, RLVRConfig)
+    options = SchedulerOptions.of(config)
+    return lambda manager: ChatCompletionScheduler(manager, scorers, options, tools=tools)
 
 
 async def start_scorer(config: RLVRConfig, stack: AsyncExitStack) -> RayScorer:
@@ -200,18 +218,15 @@ async def start_scorer(config: RLVRConfig, stack: AsyncExitStack) -> RayScorer:
     return scorer
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoadedPrompts:
-    """Contents of the prompt files of a run."""
-
-    stream: ShuffledPrompts
-    held_out: Mapping[str, Sequence[Prompt]]
-    """Validation prompts, by set; none without eval_steps."""
-    pool: Callable[[], PooledPrompts] | None
-
-
-def prompts_of(config: RLVRConfig) -> LoadedPrompts:
-    """Load the prompt files. Raises ValueError for bad files."""
+def prompts_of(
+    config: PipelineConfig,
+) -> tuple[PromptSource, Callable[[], PromptPool] | None, Mapping[str, Sequence[Prompt]]]:
+    """The prompts of training, what makes the pool over them, and those of validations. Raises ValueError for bad
+    files.
+    """
+    if isinstance(config, AgenticConfig):
+        return training_tasks(config), None, held_out_of(config)
+    assert isinstance(config, RLVRConfig)
     data, pool = config.actor_train.data_args, None
     assert data is not None
     train = load_prompts(data_options(config, data))
@@ -222,11 +237,14 @@ def prompts_of(config: RLVRConfig) -> LoadedPrompts:
             reserve = load_prompts(data_options(config, replace(data, file_name=files)), every_domain=False)
         pool = partial(PooledPrompts, stream.at, train, PromptPoolOptions.of(config), reserve=reserve)
         pool()  # raises before anything starts if the rows have no numbers for the curriculum
-    return LoadedPrompts(stream=stream, held_out=held_out_of(config), pool=pool)
+    return stream, pool, held_out_of(config)
 
 
-def held_out_of(config: RLVRConfig) -> Mapping[str, Sequence[Prompt]]:
+def held_out_of(config: PipelineConfig) -> Mapping[str, Sequence[Prompt]]:
     """Held-out prompts by set; none without eval_steps. Raises ValueError for bad files."""
+    if isinstance(config, AgenticConfig):
+        return validation_tasks(config)
+    assert isinstance(config, RLVRConfig)
     if not config.eval_steps:
         return {}
     assert config.validation is not None, "the rules require it"
@@ -248,31 +266,16 @@ def data_options(config: RLVRConfig, data: DataArguments) -> DataOptions:
     return DataOptions.of(config, data, checks=row_checks(config.rewards), references=REFERENCE_COLUMNS)
 
 
-async def start_agents(config: AgenticConfig, stack: AsyncExitStack) -> StartedTasks:
-    """Worlds, tools and the gateway."""
-    parts = await agent_parts(config, stack)
-
-    def source(spec: RolloutSpec) -> Callable[[EnginePool], GroupRunner]:
-        assert isinstance(spec.config, AgenticConfig)
-        options = group_options(spec.config)
-        return lambda manager: GroupRunner(WorldRunner(manager, parts), manager, options)
-
-    return StartedTasks(
-        prompts=training_tasks(config),
-        source=source,
-        validation=validation_tasks(config),
-    )
-
-
-def _tools(spec: RolloutSpec, config: RLVRConfig) -> ToolCompletionCallback | None:
-    if not spec.tools:
+def _tools(config: PipelineConfig, hooks: UserHooks) -> ToolCompletionCallback | None:
+    """The tools that completions call; worlds have theirs from the config."""
+    if not (hooks.tools and isinstance(config, RLVRConfig)):
         return None
     assert config.actor_train.data_args is not None
     template = config.actor_train.data_args.template
     tokenizer = told(load_tokenizer(config.pretrain), template, config.template_time, config.template_kwargs)
     renderer = TemplateRenderer(tokenizer, template)
     renderer.between(0, ["x"])  # a template that drops results is refused now, not at the first call of the run
-    return spec.tool_callback(spec.tools, renderer, timeout_s=config.fault.env_timeout)
+    return hooks.tool_callback(hooks.tools, renderer, timeout_s=config.fault.env_timeout)
 
 
 def _ledger(config: PipelineConfig, *, can_rebuild: bool) -> Ledger:

@@ -11,14 +11,12 @@ import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from roll_async.agents.tasks import Tasks
-from roll_async.agents.worlds import WorldRunner
 from roll_async.buffer.errors import after_start
 from roll_async.config.schema import AgenticConfig, PipelineConfig
-from roll_async.launch.agents import agent_parts, group_options, held_out_tasks
+from roll_async.launch.agents import held_out_tasks
 from roll_async.launch.roles import loading_weights, start_without_training
 from roll_async.observe.sample_dump import SampleDump
 from roll_async.pipelines.metrics import ratio_metrics, sample_rows
@@ -48,13 +46,11 @@ async def rolled_batches(
     """The metrics of each batch of `val_batch_size` trajectories when its samples are written. Raises what
     `launch/roles.py: start_without_training` does.
     """
-    worlds = partial(agent_parts, config, stack, trains=False)
-    parts, manager = await start_without_training(config, worlds, stack)
+    groups, _ = await start_without_training(config, stack)
     folder = Path(config.output_dir) / config.exp_name / SAMPLES
     dump = SampleDump(folder, load_tokenizer(config.pretrain).batch_decode)
     stack.callback(dump.close)
-    options, tasks = group_options(config, trains=False), held_out_tasks(config)
-    groups = GroupRunner(WorldRunner(manager, parts), manager, options)
+    tasks = held_out_tasks(config)
     group_size = config.val_env_manager.group_size
     size = config.val_batch_size // group_size
     before: Mapping[str, tuple[float, float]] = {}

@@ -7,7 +7,7 @@ Queue, rollouter and synchronizer may be the objects themselves, or clients of o
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -186,6 +186,8 @@ class PipelineParts:
     devices: Devices = OWN_DEVICES
     dump: Callable[[int, Sequence[Group], Sequence[array]], None] | None = None
     """Called with the groups of every step, and the advantages of their rows (`StepReport.advantages`)."""
+    export: Callable[[str], Awaitable[None]] | None = None
+    """Writes the trained model into a folder that transformers loads; None = there is no model."""
 
 
 class TrainerState(Enum):

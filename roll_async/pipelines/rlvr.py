@@ -66,6 +66,7 @@ class RLVRPipeline:
         of text for each component now (both `pipelines/health.py`).
         """
         self._queue, self._rollouter, self._watch = parts.queue, parts.rollouter, watch
+        self._devices, self._export = parts.devices, parts.export
         self._rescue_timeout_s = plan.rescue_timeout_s
         self.trainer, self.states = trainer, states
         self._first: BaseException | None = None
@@ -81,6 +82,12 @@ class RLVRPipeline:
     def trained_step(self) -> int:
         """Last whole step."""
         return self.trainer.trained
+
+    async def export_hf(self, folder: str) -> None:
+        """Write the trained model as a folder that transformers loads."""
+        assert self._export is not None, "a pipeline without ranks"
+        await self._devices.phase(DevicePhase.TRAIN)
+        await self._export(folder)
 
     async def run(self) -> RunEnd:
         """Push the first weights, then generate and train until the end.

@@ -28,7 +28,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from roll_async.buffer.errors import first_cause
-from roll_async.config.schema import GeneratingArguments
+from roll_async.config.schema import PipelineConfig
 from roll_async.pipelines.metrics import accuracy, complete_accuracy, mean
 from roll_async.rollout.chat_scheduler import sampling_of
 from roll_async.rollout.dispatch.engine_pool import EnginePool
@@ -42,20 +42,6 @@ logger = logging.getLogger(__name__)
 _Scored = tuple[Prompt, Sequence[Sample], Reward]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SetSampling:
-    """How a held-out set is sampled."""
-
-    sampling: SamplingParams
-    samples: int = 1
-    """Samples per prompt."""
-
-    @classmethod
-    def of(cls, args: GeneratingArguments) -> SetSampling:
-        """As the config has it."""
-        return cls(sampling=sampling_of(args), samples=args.num_return_sequences)
-
-
 @dataclass(frozen=True, slots=True)
 class HeldOut:
     """A held-out set."""
@@ -63,12 +49,22 @@ class HeldOut:
     name: str
     """Empty = the main one."""
     prompts: Sequence[Prompt]
-    sampled: SetSampling
+    sampling: SamplingParams
+    samples: int = 1
+    """Per prompt."""
 
     @property
     def prefix(self) -> str:
         """Of its metrics."""
         return f"validation/sets/{self.name}" if self.name else "validation"
+
+
+def held_out_sets(config: PipelineConfig, prompts: Mapping[str, Sequence[Prompt]]) -> list[HeldOut]:
+    """The sets with these prompts, by name, sampled as the config says."""
+    sampled = {name: config.validation_sampling[name] for name in prompts}
+    return [
+        HeldOut(name, prompts[name], sampling_of(args), args.num_return_sequences) for name, args in sampled.items()
+    ]
 
 
 class Validation:
@@ -113,7 +109,7 @@ class Validation:
             if self._on_answers is not None:
                 self._on_answers(held_out, answered)
             kept = [(p, rows) for p, rows in answered if all(v == version for row in rows for v, _ in row.version_runs)]
-            num_samples = held_out.sampled.samples
+            num_samples = held_out.samples
             metrics |= validation_metrics(kept, held_out.prompts, num_samples=num_samples, prefix=held_out.prefix)
             num_other += len(answered) - len(kept)
         return {**metrics, "validation/other_version": float(num_other)}
@@ -123,10 +119,9 @@ class Validation:
             self._manager.yield_validation(yields)
 
     async def _ask(self, held_out: HeldOut, step: int) -> list[Answered]:
-        sampled = held_out.sampled
-        asked = [prompt for prompt in held_out.prompts for _ in range(sampled.samples)]
+        asked = [prompt for prompt in held_out.prompts for _ in range(held_out.samples)]
         name = f"validation.{step}.{held_out.name}" if held_out.name else f"validation.{step}"
-        return await self._source.validate(asked, sampled.sampling, name=name)
+        return await self._source.validate(asked, held_out.sampling, name=name)
 
 
 class ReplicaValidation(Validation):

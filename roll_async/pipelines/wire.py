@@ -6,25 +6,24 @@ Nothing runs yet when they return; functions that start processes begin with `st
                     weight source --> synchronizer --> replicas, queue        /  the fully asynchronous mode
     build_pipeline  these, learner, checkpoint, observer --> pipeline            the driver
 
-`RolloutRoles.groups` decides which kind of task is trained; loop, buffer, ledger and weight push are the same for all.
+`RolloutParts.groups` decides which kind of task is trained; loop, buffer, ledger and weight push are the same for all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from roll_async.buffer.fingerprint import RUN, stream_fingerprint
 from roll_async.buffer.ledger import Ledger
 from roll_async.buffer.message_queue import POOL, MessageQueue
 from roll_async.buffer.states import QueueOptions
-from roll_async.config.schema import PipelineConfig, roles_on_engine_devices
 from roll_async.pipelines.colocation import PhaseSwitcher
 from roll_async.pipelines.health import CustomMonitor, HealthMonitor
 from roll_async.pipelines.protocol import PipelineParts, RunPlan
 from roll_async.pipelines.rlvr import RLVRPipeline, TrainLoop
-from roll_async.pipelines.validation import HeldOut, ReplicaValidation, SetSampling, Validation
+from roll_async.pipelines.validation import HeldOut, ReplicaValidation, Validation
 from roll_async.rollout.dispatch.engine_pool import EnginePool
 from roll_async.rollout.dispatch.engine_supervisor import EngineSupervisor, Starter
 from roll_async.rollout.dispatch.manager_options import ManagerOptions
@@ -32,7 +31,7 @@ from roll_async.rollout.filters.filter_budget import BudgetOptions, FilterBudget
 from roll_async.rollout.groups import GroupRunner
 from roll_async.rollout.protocol import PromptPool, PromptSource, Replica, ValidationMeasure
 from roll_async.rollout.rollouter import Rollouter
-from roll_async.schema import Prompt
+from roll_async.rollout.tools import Tool, ToolCompletionCallback
 from roll_async.weight_sync.canary import Canary, CanaryOptions, canary_rows
 from roll_async.weight_sync.protocol import OWN_DEVICES, SyncOptions, WeightSource
 from roll_async.weight_sync.push import ParameterSynchronizer
@@ -42,36 +41,42 @@ _MOST_TEXTS = 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ComponentTypes:
-    """The classes to build: the usual ones, a user's sub-classes, or a test's faulty sub-classes."""
+class UserHooks:
+    """Classes and callbacks of a run that a start script may replace, or a test by faulty ones; and the launcher's
+    options.
+    """
 
     manager: type[EnginePool] = EnginePool
     queue: type[MessageQueue] = MessageQueue
     rollouter: type[Rollouter] = Rollouter
     synchronizer: type[ParameterSynchronizer[Replica]] = ParameterSynchronizer
     trainer: type[TrainLoop] = TrainLoop
+    tools: Mapping[str, Tool] = field(default_factory=dict)
+    """Tools by name; without any, completions are not searched for calls."""
+    tool_callback: type[ToolCompletionCallback] = ToolCompletionCallback
+    monitor_interval_s: float | None = None
+    """Seconds between two reports of the health of all components; None = no monitor."""
+    custom_monitor: CustomMonitor | None = None
+    log_name: str | None = None
+    """A second log file in the run folder, besides run.log."""
+    rollout_process: bool = False
+    """Queue, rollouter and synchronizer run in a process of their own, so that the trainer's loop cannot delay them."""
 
+    @property
+    def log_names(self) -> list[str]:
+        """Log files of the run folder besides run.log."""
+        return [] if self.log_name is None else [self.log_name]
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineOptions:
-    """How requests reach the replicas, and what happens when one is lost."""
+    @property
+    def modules(self) -> set[str]:
+        """Modules whose code runs in the driver: a script's `logging.getLogger(__name__)` has such a name."""
+        hooks = [self.trainer] if self.custom_monitor is None else [self.trainer, self.custom_monitor]
+        return {hook.__module__ for hook in hooks}
 
-    manager: ManagerOptions
-    max_restarts: int
-    """Restarts per replica."""
-    start_timeout_s: float
-    """Seconds a replica may take to start."""
-
-    @classmethod
-    def of(cls, config: PipelineConfig) -> EngineOptions:
-        """As the config has it."""
-        fault = config.fault
-        return cls(
-            manager=ManagerOptions.of(config),
-            # A replica that starts takes its KV cache from the free memory, and in phase TRAIN there is none.
-            max_restarts=0 if roles_on_engine_devices(config) else fault.max_engine_restarts,
-            start_timeout_s=fault.rpc_timeout,
-        )
+    @property
+    def of_rollout(self) -> UserHooks:
+        """Without those of the driver, which need not be picklable."""
+        return replace(self, trainer=TrainLoop, custom_monitor=None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,54 +94,31 @@ class Engines:
 
 
 def build_engines(
-    replicas: Sequence[Replica], starter: Starter, options: EngineOptions, classes: ComponentTypes = ComponentTypes()
+    replicas: Sequence[Replica],
+    starter: Starter,
+    options: ManagerOptions,
+    *,
+    max_restarts: int,
+    start_timeout_s: float,
+    hooks: UserHooks = UserHooks(),
 ) -> Engines:
-    """The manager of the replicas and its supervisor. `starter` starts lost replicas again, and new ones."""
-    manager = classes.manager(replicas, options.manager)
+    """The manager of the replicas and its supervisor. `starter` starts lost replicas again, each `max_restarts` times
+    at most, and new ones; one that takes longer than `start_timeout_s` is lost.
+    """
+    manager = hooks.manager(replicas, options)
     supervisor = EngineSupervisor(
         manager,
         starter,
-        max_restarts=options.max_restarts,
-        start_timeout_s=options.start_timeout_s,
-        resume_timeout_s=options.manager.interrupt_timeout_s,
+        max_restarts=max_restarts,
+        start_timeout_s=start_timeout_s,
+        resume_timeout_s=options.interrupt_timeout_s,
     )
     return Engines(manager=manager, supervisor=supervisor)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RolloutOptions:
-    """Options of the rollout side."""
-
-    queue: QueueOptions
-    sync: SyncOptions
-    stop_timeout_s: float
-    """How long the end of a run waits for groups before it cancels them."""
-    budget: BudgetOptions | None = None
-    """None = without dynamic sampling."""
-    validation: Mapping[str, SetSampling] = field(default_factory=dict)
-    """How each held-out set is sampled, by name."""
-    validation_mode: str = "pause"
-    """What waits for a validation: `ValidationConfig.mode`."""
-    canary: CanaryOptions | None = None
-    """The check after each push that engines compute the same log-probs as the trainer; None = no check."""
-
-    @classmethod
-    def of(cls, config: PipelineConfig, transport: str) -> RolloutOptions:
-        """As the config has it. `transport`: what `choose_transport` chose."""
-        return cls(
-            queue=QueueOptions.of(config),
-            sync=SyncOptions.of(config, transport),
-            stop_timeout_s=config.async_training.interrupt.timeout,
-            budget=BudgetOptions.of(config),
-            validation={name: SetSampling.of(args) for name, args in config.validation_sampling.items()},
-            validation_mode=config.validation_mode,
-            canary=CanaryOptions.of(config),
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RolloutRoles:
-    """The parts from which the rollout side of a run is built."""
+class RolloutParts:
+    """The objects and options from which the rollout side of a run is built."""
 
     engines: Engines
     groups: Callable[[EnginePool], GroupRunner]
@@ -146,20 +128,30 @@ class RolloutRoles:
     weights: WeightSource
     """The trainer's ranks."""
     ledger: Ledger
-    validation: Mapping[str, Sequence[Prompt]] = field(default_factory=dict)
-    """Held-out prompts by set; none = no validation."""
-    validators: Engines | None = None
-    """Replicas that run validations and nothing else; None = validations run on `engines`."""
-    restored: int = 0
-    """Step of the checkpoint from which the run is resumed; 0 = a fresh run."""
-    run_id: str = ""
-    """Of the run whose ledger this is; empty = it has none."""
-    position: Mapping[str, object] | None = None
-    """Position of that checkpoint in the prompt stream (`MessageQueue.checkpoint_state`)."""
-    devices: PhaseSwitcher | None = None
-    """Devices that training roles and engines share; None = they share none."""
+    queue: QueueOptions
+    sync: SyncOptions
+    stop_timeout_s: float
+    """How long the end of a run waits for groups before it cancels them."""
     pool: PromptPool | None = None
     """Chooses prompts by past pass rate."""
+    budget: BudgetOptions | None = None
+    """None = without dynamic sampling."""
+    canary: CanaryOptions | None = None
+    """The check after each push that engines compute the same log-probs as the trainer; None = no check."""
+    held_out: Sequence[HeldOut] = ()
+    """Empty = no validation."""
+    validation_mode: str = "pause"
+    """What waits for a validation: `ValidationConfig.mode`."""
+    validators: Engines | None = None
+    """Replicas that run validations and nothing else; None = validations run on `engines`."""
+    devices: PhaseSwitcher | None = None
+    """Devices that training roles and engines share; None = they share none."""
+    run_id: str = ""
+    """Of the run whose ledger this is; empty = it has none."""
+    restored: int = 0
+    """Step of the checkpoint from which the run is resumed; 0 = a fresh run."""
+    position: Mapping[str, object] | None = None
+    """Position of that checkpoint in the prompt stream (`MessageQueue.checkpoint_state`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,78 +164,75 @@ class RolloutSide:
     validate: ValidationMeasure | None
 
 
-def build_rollout(
-    roles: RolloutRoles, options: RolloutOptions, classes: ComponentTypes = ComponentTypes()
-) -> RolloutSide:
+def build_rollout(parts: RolloutParts, hooks: UserHooks = UserHooks()) -> RolloutSide:
     """Queue, rollouter, synchronizer and validation of one run."""
-    manager, supervisor = roles.engines.manager, roles.engines.supervisor
-    source, queue = roles.groups(manager), _build_queue(roles, options, classes)
-    rollouter = classes.rollouter(
+    manager, supervisor = parts.engines.manager, parts.engines.supervisor
+    source, queue = parts.groups(manager), _build_queue(parts, hooks)
+    rollouter = hooks.rollouter(
         queue,
         source,
         manager,
-        roles.prompts,
-        budget=None if options.budget is None else FilterBudget(options.budget),
-        pool=roles.pool,
-        stop_timeout_s=options.stop_timeout_s,
+        parts.prompts,
+        budget=None if parts.budget is None else FilterBudget(parts.budget),
+        pool=parts.pool,
+        stop_timeout_s=parts.stop_timeout_s,
     )
     queue.stall_diagnosis = (
         rollouter.stall_diagnosis
     )  # the queue is there first, and names in its time-outs what keeps it empty
     canary = None
-    if options.canary is not None:
-        canary = Canary(canary_rows(_texts(roles.prompts), options.canary), roles.weights, options.canary)
+    if parts.canary is not None:
+        canary = Canary(canary_rows(_texts(parts.prompts), parts.canary), parts.weights, parts.canary)
         queue.taken = canary.taken  # where there are no prompts before the first batch, it gives the rows
-    sets = [HeldOut(name, prompts, options.validation[name]) for name, prompts in roles.validation.items()]
-    own = None if roles.validators is None else _build_own_validation(sets, roles, roles.validators, options)
+    own = None if parts.validators is None else _build_own_validation(parts, parts.validators)
 
     # One push reaches both pools; who is lost in it, or returns, belongs to one of them.
     def owner(name: str) -> EngineSupervisor | ReplicaValidation:
         return own if own is not None and own.owns(name) else supervisor
 
-    synchronizer = classes.synchronizer(
-        roles.weights,
-        rollouter if roles.devices is None else roles.devices,  # which know whether a phase has paused the engines
+    synchronizer = hooks.synchronizer(
+        parts.weights,
+        rollouter if parts.devices is None else parts.devices,  # which know whether a phase has paused the engines
         lambda: manager.clients,  # asked again at every push: replicas come and go
-        options.sync,
+        parts.sync,
         weights_held=queue.weights_held,  # a push raises the admission limit
         remove_replica=lambda name, reason: owner(name).remove_replica(name, reason),
         readmit=lambda client: owner(client.name).readmit(client),
         expects_return=lambda: manager.expects_return,  # else a push that reaches no replica ends the run
         canary=canary,
-        devices=OWN_DEVICES if roles.devices is None else roles.devices,
+        devices=OWN_DEVICES if parts.devices is None else parts.devices,
     )
     supervisor.attach(synchronizer)  # only now: supervisor and synchronizer each need the other
     if own is not None:
         own.attach(synchronizer)
     validation: Validation | None = own
-    if own is None and sets:
-        yields = options.validation_mode == "share"
-        validation = Validation(sets, source, manager, lambda: synchronizer.version, yields=yields)
+    if own is None and parts.held_out:
+        yields = parts.validation_mode == "share"
+        validation = Validation(parts.held_out, source, manager, lambda: synchronizer.version, yields=yields)
     return RolloutSide(queue=queue, rollouter=rollouter, synchronizer=synchronizer, validate=validation)
 
 
-def _build_queue(roles: RolloutRoles, options: RolloutOptions, classes: ComponentTypes) -> MessageQueue:
+def _build_queue(parts: RolloutParts, hooks: UserHooks) -> MessageQueue:
     """With what the restored checkpoint and the ledger know; only then the pool, which goes on from that position."""
-    queue = classes.queue(options.queue, roles.ledger)
-    fingerprint = {**options.queue.fingerprint, **stream_fingerprint(roles.prompts.at)}
-    if roles.run_id:
-        fingerprint[RUN] = roles.run_id
-    queue.restore(roles.restored, roles.position, fingerprint, roles.prompts.at)
-    if roles.pool is not None:
-        queue.choices = roles.pool.state
-        if roles.position is not None and POOL in roles.position:
-            kept = roles.position[POOL]
+    queue = hooks.queue(parts.queue, parts.ledger)
+    fingerprint = {**parts.queue.fingerprint, **stream_fingerprint(parts.prompts.at)}
+    if parts.run_id:
+        fingerprint[RUN] = parts.run_id
+    queue.restore(parts.restored, parts.position, fingerprint, parts.prompts.at)
+    if parts.pool is not None:
+        queue.choices = parts.pool.state
+        if parts.position is not None and POOL in parts.position:
+            kept = parts.position[POOL]
             assert isinstance(kept, Mapping)
-            roles.pool.restore(kept)
+            parts.pool.restore(kept)
     return queue
 
 
-def _build_own_validation(
-    sets: Sequence[HeldOut], roles: RolloutRoles, engines: Engines, options: RolloutOptions
-) -> ReplicaValidation:
-    source, pause_timeout_s = roles.groups(engines.manager), options.sync.interrupt_timeout_s
-    return ReplicaValidation(sets, source, engines.manager, engines.supervisor, pause_timeout_s=pause_timeout_s)
+def _build_own_validation(parts: RolloutParts, engines: Engines) -> ReplicaValidation:
+    source, pause_timeout_s = parts.groups(engines.manager), parts.sync.interrupt_timeout_s
+    return ReplicaValidation(
+        parts.held_out, source, engines.manager, engines.supervisor, pause_timeout_s=pause_timeout_s
+    )
 
 
 def _texts(prompts: PromptSource) -> Iterator[Sequence[int]]:
@@ -255,18 +244,10 @@ def _texts(prompts: PromptSource) -> Iterator[Sequence[int]]:
         yield prompt.token_ids
 
 
-def build_pipeline(
-    parts: PipelineParts,
-    plan: RunPlan,
-    *,
-    trainer: type[TrainLoop] = TrainLoop,
-    monitor_interval_s: float | None = None,
-    custom_monitor: CustomMonitor | None = None,
-) -> RLVRPipeline:
+def build_pipeline(parts: PipelineParts, plan: RunPlan, hooks: UserHooks = UserHooks()) -> RLVRPipeline:
     """The pipeline of one run. `parts` holds the objects of the rollout side that `build_rollout` made, or clients of
-    them. `monitor_interval_s`: seconds between two reports of the health of all components; None = no monitor.
+    them.
     """
-    loop = trainer(parts, plan)
-    monitor = HealthMonitor(loop, parts, interval_s=monitor_interval_s or 0.0, custom_monitor=custom_monitor)
-    watch = None if monitor_interval_s is None else monitor.run
-    return RLVRPipeline(parts, plan, loop, watch=watch, states=monitor.lines)
+    loop, interval_s = hooks.trainer(parts, plan), hooks.monitor_interval_s
+    monitor = HealthMonitor(loop, parts, interval_s=interval_s or 0.0, custom_monitor=hooks.custom_monitor)
+    return RLVRPipeline(parts, plan, loop, watch=None if interval_s is None else monitor.run, states=monitor.lines)

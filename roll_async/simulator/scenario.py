@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import TYPE_CHECKING
@@ -9,14 +10,13 @@ from typing import TYPE_CHECKING
 from roll_async.buffer.states import QueueOptions
 from roll_async.config.staleness import StalenessPolicy, staleness_bound
 from roll_async.pipelines.protocol import RunPlan
-from roll_async.pipelines.validation import SetSampling
-from roll_async.pipelines.wire import RolloutOptions
+from roll_async.pipelines.validation import HeldOut
 from roll_async.rollout.chat_scheduler import SchedulerOptions
 from roll_async.rollout.dispatch.manager_options import ManagerOptions
 from roll_async.rollout.filters.filter_budget import BudgetOptions
 from roll_async.rollout.filters.group_filter import GroupFilter
 from roll_async.rollout.scoring import ScoringOptions
-from roll_async.schema import SamplingParams
+from roll_async.schema import Prompt, SamplingParams
 from roll_async.simulator.parts.models import (
     EngineFaults,
     LengthModel,
@@ -93,26 +93,13 @@ class Scenario:
     keep: int = 0
     """`checkpoint.max_to_keep`."""
 
-    @property
-    def rollout(self) -> RolloutOptions:
-        """Options of the generating side."""
-        return RolloutOptions(
-            queue=self.queue,
-            sync=self.sync,
-            stop_timeout_s=self.manager.interrupt_timeout_s,
-            budget=self.budget,
-            validation=self.validation,
-            validation_mode=self.validation_mode,
-        )
-
-    @property
-    def validation(self) -> dict[str, SetSampling]:
-        """How held-out prompts are sampled, by set."""
-        greedy = SetSampling(
-            sampling=replace(self.scheduler.sampling, temperature=0.0), samples=self.validation_samples
-        )
-        sampled = {"second": SetSampling(sampling=self.scheduler.sampling)} if self.second_set else {}
-        return {"": greedy, **sampled} if self.validation_prompts else {}
+    def held_out(self, prompts: Sequence[Prompt]) -> list[HeldOut]:
+        """The sets of a validation, all of these prompts."""
+        if not self.validation_prompts:
+            return []
+        sampling = self.scheduler.sampling
+        greedy = HeldOut("", prompts, replace(sampling, temperature=0.0), self.validation_samples)
+        return [greedy, HeldOut("second", prompts, sampling)] if self.second_set else [greedy]
 
     @property
     def texts(self) -> Texts | TraceTexts:

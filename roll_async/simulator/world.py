@@ -23,10 +23,9 @@ from roll_async.inference.engine_host import EngineHost
 from roll_async.pipelines.protocol import PipelineParts, RunEnd
 from roll_async.pipelines.rlvr import RLVRPipeline
 from roll_async.pipelines.wire import (
-    ComponentTypes,
-    EngineOptions,
-    RolloutRoles,
+    RolloutParts,
     RolloutSide,
+    UserHooks,
     build_engines,
     build_pipeline,
     build_rollout,
@@ -86,7 +85,7 @@ class SimOutcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FaultyParts:
-    """Parts that `pipelines/wire.py: Classes` does not name, or broken ones that a test must find out."""
+    """Parts that `pipelines/wire.py: UserHooks` does not name, or broken ones that a test must find out."""
 
     scheduler: type[ChatCompletionScheduler] = ChatCompletionScheduler
     host: type[EngineHost] = EngineHost
@@ -113,12 +112,12 @@ class SimulatedRun:
         outcome: SimOutcome,
         ledger: Ledger,
         store: CheckpointStore,
-        classes: ComponentTypes,
+        hooks: UserHooks,
         others: FaultyParts,
     ) -> None:
         self._others = others
         self._scenario, self.watch, self.outcome, self.store = scenario, watch, outcome, store
-        self._ledger, self._classes = ledger, classes
+        self._ledger, self._hooks = ledger, hooks
         self.replicas: list[SimReplica] = []
         """All replicas since the start, those that have ended included."""
         self._stopped_s: float | None = None
@@ -174,40 +173,50 @@ class SimulatedRun:
 
     async def _build(self, stack: AsyncExitStack) -> RLVRPipeline:
         scenario = self._scenario
-        classes = self._watched()
+        hooks = self._watched()
         stack.push_async_callback(self._close)  # first in, last out: replicas end after their managers
         starter = SimStarter(scenario, self.watch, self._new_replica, self.replicas)
         replicas = [starter.first(faults) for faults in scenario.engines]
-        options = EngineOptions(
-            manager=self._manager_options(), max_restarts=scenario.max_restarts, start_timeout_s=_START_TIMEOUT_S
+        build = partial(
+            build_engines,
+            starter=starter,
+            options=self._manager_options(),
+            max_restarts=scenario.max_restarts,
+            start_timeout_s=_START_TIMEOUT_S,
+            hooks=hooks,
         )
-        engines = build_engines(replicas, starter, options, classes)  # pyright: ignore[reportArgumentType]  # never scores
+        engines = build(replicas)  # pyright: ignore[reportArgumentType]  # never scores
         await engines.start(stack)
         self.managers.append(engines.manager)
         self.manager, self.supervisor = engines.manager, engines.supervisor
         validators = None
         if of_validation := [starter.first(faults) for faults in scenario.validation_engines]:
-            validators = build_engines(of_validation, starter, options, classes)  # pyright: ignore[reportArgumentType]
+            validators = build(of_validation)  # pyright: ignore[reportArgumentType]
             await validators.start(stack)
             self.managers.append(validators.manager)
         step = self.watch.restored_step
         self.trainer = self._trainer()
         tasks = self._tasks
-        roles = RolloutRoles(
+        parts = RolloutParts(
             engines=engines,
             groups=tasks.source,
             prompts=tasks.prompts,
             weights=self.trainer,  # pyright: ignore[reportArgumentType]  # never scores
             ledger=self._ledger,
-            validation={name: tasks.held_out for name in scenario.validation},
+            queue=scenario.queue,
+            sync=scenario.sync,
+            stop_timeout_s=scenario.manager.interrupt_timeout_s,
+            budget=scenario.budget,
+            held_out=scenario.held_out(tasks.held_out),
+            validation_mode=scenario.validation_mode,
             validators=validators,
             restored=step,
             position=self.store.position_of(step),
         )
-        side = build_rollout(roles, scenario.rollout, classes)
+        side = build_rollout(parts, hooks)
         self.watch.restored(side.queue)
         plan = replace(scenario.plan, first_step=step + 1, measures_restored=step > 0)
-        pipeline = build_pipeline(self._parts(side), plan, trainer=classes.trainer)
+        pipeline = build_pipeline(self._parts(side), plan, hooks)
         self._set_fault_timers(pipeline)
         assert isinstance(side.queue, CheckedQueue)
         self.queue = side.queue
@@ -247,14 +256,14 @@ class SimulatedRun:
             validate=ends.validate,
         )
 
-    def _watched(self) -> ComponentTypes:
+    def _watched(self) -> UserHooks:
         """The classes of the run, with those at whose seams the invariants are checked."""
         seen = {"watch": self.watch, "world": self}
         return replace(
-            self._classes,
-            manager=type("Manager", (SeenManager, self._classes.manager), seen),
-            queue=type("Queue", (CheckedQueue, self._classes.queue), seen),
-            rollouter=type("Rollouter", (SeenRollouter, self._classes.rollouter), seen),
+            self._hooks,
+            manager=type("Manager", (SeenManager, self._hooks.manager), seen),
+            queue=type("Queue", (CheckedQueue, self._hooks.queue), seen),
+            rollouter=type("Rollouter", (SeenRollouter, self._hooks.rollouter), seen),
         )
 
     def _manager_options(self) -> ManagerOptions:
@@ -393,7 +402,7 @@ class SimulatedRun:
 
 def simulate(
     scenario: Scenario,
-    classes: ComponentTypes | None = None,
+    hooks: UserHooks | None = None,
     *,
     check: bool = True,
     others: FaultyParts = FaultyParts(),
@@ -401,15 +410,15 @@ def simulate(
     """Run a scenario to its end, through all its kills. `check`: look at every instant and token, else only at the
     seams, which a large world can afford.
     """
-    classes = classes or ComponentTypes()
+    hooks = hooks or UserHooks()
     if not (check and scenario.keeps_ledger):
         watch, outcome = Watch(scenario, every_token=check), SimOutcome(scenario=scenario)
-        world = SimulatedRun(scenario, watch, outcome, MemoryLedger(), CheckpointStore(), classes, others)
+        world = SimulatedRun(scenario, watch, outcome, MemoryLedger(), CheckpointStore(), hooks, others)
         _live(world, outcome, check=check)
         outcome.findings = tuple(watch.findings)
         return outcome
     with TemporaryDirectory(prefix="roll_async_sim_") as folder:
-        return _lives(scenario, classes, others, Path(folder))
+        return _lives(scenario, hooks, others, Path(folder))
 
 
 def _live(
@@ -447,7 +456,7 @@ def _live(
     return killed
 
 
-def _lives(scenario: Scenario, classes: ComponentTypes, others: FaultyParts, folder: Path) -> SimOutcome:
+def _lives(scenario: Scenario, hooks: UserHooks, others: FaultyParts, folder: Path) -> SimOutcome:
     """Start processes until one is not killed, and no other start is to come. The ledger of the next is what is left on
     the disk.
     """
@@ -458,7 +467,7 @@ def _lives(scenario: Scenario, classes: ComponentTypes, others: FaultyParts, fol
         outcome = SimOutcome(scenario=scenario)
         # A killed process loses nothing that it has written: that takes a crash of the machine.
         ledger = SqliteLedger(here / "ledger.sqlite", fsync="never")
-        world = SimulatedRun(scenario, watch, outcome, ledger, store, classes, others)
+        world = SimulatedRun(scenario, watch, outcome, ledger, store, hooks, others)
         kill = scenario.kills[number] if number < len(scenario.kills) else None
         leave = partial(_leave_behind, world, here, after)
         world.on_death = leave

@@ -16,8 +16,8 @@ psutil = pytest.importorskip("psutil")
 
 from roll_async.cluster.runtime import ray_runtime
 from roll_async.config.api import load
-from roll_async.launch.run import UserHooks
 from roll_async.pipelines.fully_async import FullyAsyncTrainer
+from roll_async.pipelines.wire import UserHooks
 from roll_async.prompts.row_tools import tools_of_row
 from roll_async.prompts.tool_calls import ToolCall
 from roll_async.rollout.tools import ToolCompletionCallback

@@ -86,7 +86,7 @@ class Synchronizer:
         return "idle"
 
 class Roles:
-    async def couple(self, order):
+    async def build(self, order):
         queue = MessageQueue(QueueOptions(groups_per_batch=2, async_generation_ratio=1.0), MemoryLedger())
         queue.restore(order)
         return SimpleNamespace(
@@ -105,7 +105,7 @@ async def raised(work):
 async def main():
     silence_s = round(patient(3.0), 1)
     process = await RolloutProcess.start(start, log_files=[], silence_s=silence_s, rpc_timeout_s=100.0, env={})
-    side = await process.couple(0)
+    side = await process.build(0)
     queue, rollouter, synchronizer = side.queue, side.rollouter, side.synchronizer
     assert side.validate is None and queue.stats().admitted == 0
     running = asyncio.create_task(rollouter.run())

@@ -14,7 +14,7 @@ from roll_async.config.api import load
 from roll_async.inference.endpoint import EndpointOptions
 from roll_async.launch.agents import validation_tasks
 from roll_async.launch.evaluation import Report, for_evaluation
-from roll_async.pipelines.validation import HeldOut, SetSampling
+from roll_async.pipelines.validation import HeldOut
 from roll_async.prompts.tokenizer import load_tokenizer
 from roll_async.schema import Outcome, SamplingParams, Turn
 from roll_async.weight_sync.adapters import adapters_of
@@ -175,7 +175,7 @@ def test_a_server_that_reads_thoughts_itself_has_them_beside_the_answer(server, 
 def test_the_tokens_of_a_record_are_those_that_were_sampled(model, build):
     prompt, report = build.prompt(), Report(load(CONFIG, [f"pretrain={model}"]))
     called = build.sample(prompt, ids=(7, 8, 9), loss_mask=bytes((1, 0, 1)))
-    report.add(HeldOut("", [prompt], SetSampling(sampling=SamplingParams(max_new_tokens=9))), [(prompt, (called,))])
+    report.add(HeldOut("", [prompt], SamplingParams(max_new_tokens=9)), [(prompt, (called,))])
     assert [record["tokens"] for record in report.evaluation({}).samples] == [2]
 
 
@@ -292,7 +292,7 @@ def test_every_row_of_a_trajectory_is_a_record_that_says_how_it_ended(model, bui
         replace(build.sample(prompt, ids=ids, score=0.5), turns=(Turn(index=i, start=0, num_tokens=2),), **ended)
         for i, ids in enumerate([(7, 8, end), (9, 10)])
     ]
-    report.add(HeldOut("", [prompt], SetSampling(sampling=SamplingParams(max_new_tokens=9))), [(prompt, rows)])
+    report.add(HeldOut("", [prompt], SamplingParams(max_new_tokens=9)), [(prompt, rows)])
     first, second = report.evaluation({}).samples
     assert first["prompt"] and first["response"] != second["response"], "the task of a world has no text of its own"
     assert first["response"].endswith("<|end|>"), "marks tell turns apart"

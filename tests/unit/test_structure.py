@@ -18,7 +18,7 @@ PACKAGE = ROOT / "roll_async"
 START = "examples/start_rlvr_pipeline.py"
 TO_THE_LOOP = (
     (START, "launch("),
-    ("roll_async/commands/run.py", "run.pipeline.run()"),
+    ("roll_async/commands/run.py", "pipeline.run()"),
     ("roll_async/pipelines/rlvr.py", "async def _run("),
 )
 """(file, what it calls of the next one). Protocols are followed to the classes that `wire` couples."""

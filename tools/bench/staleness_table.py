@@ -105,8 +105,8 @@ def run_all(args: argparse.Namespace, runs: Path) -> None:
     """Every wanted run that is not in `runs` yet, after a short one that is not counted."""
     from roll_async.cluster.runtime import ray_runtime
     from roll_async.config.api import load
-    from roll_async.launch.run import UserHooks
     from roll_async.pipelines.rlvr import TrainLoop
+    from roll_async.pipelines.wire import UserHooks
     from tools.sweep import Sweep
 
     class OldestAllowed(TrainLoop):

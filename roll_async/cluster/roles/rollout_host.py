@@ -24,14 +24,14 @@ _CONCURRENT_CALLS = 32
 """Concurrent calls of the driver: the rollouter's run, a batch, a push, the counters."""
 
 
-class UncoupledRoles(Protocol):
-    """The running roles before they are coupled. The type of the spec is the launcher's (`launch/rollout.py`)."""
+class RunningRoles(Protocol):
+    """What runs before there is a run: `launch/rollout.py: StartedRollout`, which knows what its `build` takes."""
 
     @property
-    def couple(self) -> Callable[..., Awaitable[CoupledRollout]]: ...
+    def build(self) -> Callable[..., Awaitable[CoupledRollout]]: ...
 
 
-StartRoles = Callable[[AsyncExitStack], Awaitable[UncoupledRoles]]
+StartRoles = Callable[[AsyncExitStack], Awaitable[RunningRoles]]
 """Starts engines and rewards; they close with the stack."""
 
 
@@ -40,7 +40,7 @@ class HostStart(Protocol):
 
     async def start(self) -> None: ...
 
-    async def couple(self, spec: object) -> tuple[bool, Counters]: ...
+    async def build(self, *run: object) -> tuple[bool, Counters]: ...
 
 
 class _Warnings(logging.Handler):
@@ -73,9 +73,9 @@ class RolloutHost:
         with defer_gc_during_startup(settled=True):
             self._roles = await self._start(self._stack)
 
-    async def couple(self, spec: object) -> tuple[bool, Counters]:
+    async def build(self, *run: object) -> tuple[bool, Counters]:
         """Build queue, rollouter and synchronizer. Returns also whether there are validation prompts."""
-        side = await self._roles.couple(spec)
+        side = await self._roles.build(*run)
         self._hosted = RolloutServer(side)
         return side.validate is not None, self._counters()
 

@@ -88,6 +88,9 @@ class _HostLink(RpcChannel):
 class RolloutProcess:
     """One RolloutHost."""
 
+    devices = None
+    """Its engines share none with training roles."""
+
     def __init__(self, link: _HostLink) -> None:
         self._link = link
 
@@ -120,11 +123,13 @@ class RolloutProcess:
             raise
         return cls(_HostLink(host, silence_s=silence_s, rpc_timeout_s=rpc_timeout_s))
 
-    async def couple(self, spec: object) -> RolloutClient:
-        """Build queue, rollouter and synchronizer in the process. Raises ValueError for an unpicklable spec."""
+    async def build(self, *run: object) -> RolloutClient:
+        """Build queue, rollouter and synchronizer in the process. Raises ValueError where `run`, which
+        `launch/rollout.py: StartedRollout.build` takes there, can not be pickled.
+        """
         link = self._link
         try:
-            validates, counters = await _start_of(link.host, link.rpc_timeout_s).couple(spec)
+            validates, counters = await _start_of(link.host, link.rpc_timeout_s).build(*run)
         except TypeError as error:  # of its pickling here; one that is raised there is the cause of another
             why = str(error).strip().splitlines()[0]
             raise ValueError(f"rollouter class and tools run in the {ROLE} and must be picklable: {why}") from error
@@ -138,7 +143,7 @@ class RolloutProcess:
 
 
 def _start_of(host: ActorHandle, deadline_s: float) -> HostStart:
-    starts = {HostStart.start, HostStart.couple}
+    starts = {HostStart.start, HostStart.build}
     return remote(
         HostStart, RayChannel(host), CallRules(role=ROLE, deadline_s=deadline_s, starts=starts, own=_OWN_ERRORS)
     )

@@ -11,7 +11,7 @@ from roll_async.cluster.runtime import pretended_gpus
 from roll_async.config.schema import PipelineConfig, RLVRConfig
 from roll_async.launch.checks.inputs import is_hub_name, missing_inputs, models_of
 from roll_async.launch.checks.packages import missing_packages
-from roll_async.launch.roles import place_roles
+from roll_async.launch.roles import processes_of
 
 
 def needs_elsewhere(config: PipelineConfig) -> str | None:
@@ -23,7 +23,7 @@ def needs_elsewhere(config: PipelineConfig) -> str | None:
     there = gpus_here()
     if there is None:
         return None
-    lacking = shortage(gpu_nodes(place_roles(config).all), [there])
+    lacking = shortage(gpu_nodes(processes_of(config)), [there])
     if lacking is None:
         return None
     needs = "; ".join([*_models(config), *_rest(config), f"{_devices(lacking)} (RAY_ADDRESS=HOST:6379 of a cluster)"])

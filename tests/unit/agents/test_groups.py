@@ -28,7 +28,7 @@ from roll_async.envs.pool import WorldPool
 from roll_async.envs.registry import WorldSpec, build
 from roll_async.envs.worlds.question_rows import read_questions
 from roll_async.launch.rollout_only import rolled
-from roll_async.pipelines.validation import HeldOut, SetSampling, Validation
+from roll_async.pipelines.validation import HeldOut, Validation
 from roll_async.rollout.dispatch.requests import Interrupted
 from roll_async.rollout.filters.group_filter import GroupFilter
 from roll_async.rollout.group_source import GroupFate
@@ -592,7 +592,7 @@ class Pushed(Manager):
 def test_a_validation_counts_the_tokens_and_the_versions_of_all_turns(tokenizer, versions, other):
     async def work(groups, tasks, manager):
         prompt = Tasks(("T",), (1,), seed=1, validation=True).at(0)
-        held_out = HeldOut("", [prompt], SetSampling(sampling=SamplingParams(max_new_tokens=50)))
+        held_out = HeldOut("", [prompt], SamplingParams(max_new_tokens=50))
         metrics = await Validation([held_out], groups, None, lambda: 7)(7)
         assert (metrics["validation/other_version"], metrics["validation/samples"]) == (other, 1 - other)
         if not other:

@@ -10,7 +10,6 @@ from roll_async.config.api import ConfigError, load, load_with_warnings
 from roll_async.config.prompt_templates import PLACEHOLDERS
 from roll_async.config.schema import roles_on_same_devices
 from roll_async.pipelines.protocol import RunPlan
-from roll_async.pipelines.wire import RolloutOptions
 
 DEV = "device_mapping"
 TRAIN = "actor_train.strategy_args.strategy_config"
@@ -157,8 +156,7 @@ def test_the_bases_of_these_tests_are_good(files):
 def test_worlds_may_be_validated_beside_training(files):
     config = load(files.agentic({"val_env_manager": {"mode": "share"}, "eval_steps": 5}))
     assert RunPlan.of(config, first_step=1).validation_mode == "share"
-    assert RolloutOptions.of(config, "shm").validation_mode == "share"
-    assert RolloutOptions.of(load(files.agentic()), "shm").validation_mode == "pause"
+    assert RunPlan.of(load(files.agentic()), first_step=1).validation_mode == "pause"
 
 
 def test_a_template_may_hold_braces_that_are_none_of_its_placeholders(files):

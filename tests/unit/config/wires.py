@@ -40,9 +40,9 @@ from roll_async.launch import run as launch_run
 from roll_async.launch.engines import ReplicaStarter
 from roll_async.launch.roles import RoleStarter, place_roles
 from roll_async.observe import machine, progress, prometheus, recorder, trace, trackers
-from roll_async.pipelines import checkpoint
+from roll_async.pipelines import checkpoint, validation
 from roll_async.pipelines.protocol import RunPlan
-from roll_async.pipelines.wire import EngineOptions, RolloutOptions
+from roll_async.pipelines.wire import UserHooks
 from roll_async.prompts.load import DataOptions
 from roll_async.prompts.pool import PromptPoolOptions
 from roll_async.rewards.serving import router
@@ -52,12 +52,12 @@ from roll_async.rollout.filters.filter_budget import BudgetOptions
 from roll_async.rollout.scoring import ScoringOptions
 from roll_async.trainer.learner import LearnerOptions
 from roll_async.trainer.megatron.settings import MegatronSettings, OptimizerSettings
+from roll_async.weight_sync.canary import CanaryOptions
 from roll_async.weight_sync.protocol import SyncOptions
 
 BUILT = (
     EngineSettings, MegatronSettings, OptimizerSettings, LossSettings, LearnerOptions, QueueOptions, SchedulerOptions,
-    ScoringOptions, ManagerOptions, BudgetOptions, SyncOptions, RunPlan, EngineOptions, RolloutOptions, DataOptions,
-    PromptPoolOptions, TrainingRole,
+    ScoringOptions, ManagerOptions, BudgetOptions, SyncOptions, RunPlan, DataOptions, PromptPoolOptions, TrainingRole,
 )  # fmt: skip
 
 OF_AGENTS = (
@@ -68,9 +68,10 @@ OF_AGENTS = (
 
 OF_STARTS = (
     rollout.prompts_of, rollout.held_out_of, rollout._prompts_of_set, rollout.start_scorer, rollout._tools,
-    rollout._ledger, router.create_scorer, RoleStarter._start_process, RoleStarter._start_training,
+    rollout._ledger, rollout.start_engines, rollout.StartedRollout.build, validation.held_out_sets,
+    router.create_scorer, RoleStarter._start_process, RoleStarter._start_training,
     ReplicaStarter.start, checkpoint.LoopCheckpoint.save, checkpoint.restore_loop, run_start._folder,
-    run_start.checkpoints_of, restarts.can_restart, launch_run.build_run, commands_run._recorder,
+    run_start.checkpoints_of, restarts.can_restart, launch_run._sample_dump, commands_run._recorder,
 )  # fmt: skip
 """Functions that give parts of a config to what they start."""
 
@@ -92,7 +93,7 @@ def started_with(config: RLVRConfig) -> dict[str, object]:
 
         return given
 
-    process = SimpleNamespace(close=later("close"), hosts=(), processes=())
+    process = SimpleNamespace(close=later("close"), hosts=frozenset({"here"}), processes=())
     saved = SimpleNamespace(
         begin=lambda step: Path("step"), commit=part("commit"), prune=part("prune"), find=part("find")
     )
@@ -110,7 +111,7 @@ def started_with(config: RLVRConfig) -> dict[str, object]:
             roles = RoleStarter.__new__(RoleStarter)
             roles._config, roles._stack, roles._pool = config, stack, None  # type: ignore[assignment]
             names = [name for name, _ in config.roles()]
-            roles._placements = SimpleNamespace(engines=(), training=dict.fromkeys(names))  # type: ignore[assignment]
+            roles._placements = dict.fromkeys([*names, "actor_infer"])  # type: ignore[assignment]
             roles._runtime = SimpleNamespace(embedded=True)  # type: ignore[assignment]
             await roles._start_process(["log"])
             for name, worker in config.roles():
@@ -125,8 +126,10 @@ def started_with(config: RLVRConfig) -> dict[str, object]:
             said["save waits for the files"] = loop._pending is None
             await loop.finish()
             await checkpoint.restore_loop(config, {}, learner, saved)  # type: ignore[arg-type]
-            dumping = SimpleNamespace(rollout_process=False)
-            await launch_run.build_run(config, None, None, stack, (), dumping)  # type: ignore[arg-type]
+            launch_run._sample_dump(config, stack)
+            clients = SimpleNamespace(start_all=later("start", ["one", "two", "three"]))
+            await rollout.start_engines(config, clients, later("beside")(), stack)  # type: ignore[arg-type]
+            await started_rollout(config, stack).build(config, process, UserHooks(), "run", 0, None)  # type: ignore[arg-type]
 
     with MonkeyPatch.context() as patch:
         for cls in (RayScorer, RolloutProcess, RayEngineClient):
@@ -142,11 +145,12 @@ def started_with(config: RLVRConfig) -> dict[str, object]:
             "move_to_previous": part("move_to_previous"),
             "TemplateRenderer": part("TemplateRenderer", SimpleNamespace(between=lambda *given: ())),
             "told": lambda *given: given, "load_tokenizer": str,
+            "build_engines": part("build_engines", SimpleNamespace(start=later("engines"))),
+            "build_rollout": part("build_rollout", SimpleNamespace(queue=None)),
+            "follow_requests": later("follow_requests"),
         }.items():  # fmt: skip
             patch.setattr(rollout, name, stub)
-        whole = SimpleNamespace(checkpoint=SimpleNamespace(close=later("close")), start=later("roles"))
         for name, stub in {
-            "RoleStarter": lambda *_: whole, "couple": later("couple", whole),
             "load_tokenizer": lambda name: SimpleNamespace(batch_decode=name),
             "SampleDump": part("SampleDump", SimpleNamespace(close=lambda: None)),
         }.items():  # fmt: skip
@@ -160,9 +164,9 @@ def started_with(config: RLVRConfig) -> dict[str, object]:
         asyncio.run(start())
         folder = SimpleNamespace(path=Path("run"), record=SimpleNamespace(tracker_run=1))
         commands_run._recorder(config, folder)  # type: ignore[arg-type]
-        said["held out"] = {name: len(rows) for name, rows in rollout.prompts_of(config).held_out.items()}
+        said["held out"] = {name: len(rows) for name, rows in rollout.prompts_of(config)[2].items()}
         rollout._ledger(config, can_rebuild=False)
-        rollout._tools(SimpleNamespace(tools={"t": 1}, config=config, tool_callback=part("tools")), config)  # type: ignore[arg-type]
+        rollout._tools(config, SimpleNamespace(tools={"t": 1}, tool_callback=part("tools")))  # type: ignore[arg-type]
     said["placements"], said["transport"] = place_roles(config), rollout._transport(config, {"a", "b"})
     said["folder"], said["checkpoints"] = run_start._folder(config), run_start.checkpoints_of(config, None)
     said["restarts"] = [restarts.can_restart(config, n, ConnectionError()) for n in range(9)]
@@ -170,6 +174,15 @@ def started_with(config: RLVRConfig) -> dict[str, object]:
         scorer = router.create_scorer(reward)
         said[f"rewards.{domain}"] = type(scorer).__name__, vars(scorer)
     return dict(_leaves(said, "start"))
+
+
+def started_rollout(config: RLVRConfig, stack: AsyncExitStack) -> rollout.StartedRollout:
+    """Without any replica."""
+    return rollout.StartedRollout(
+        engines=SimpleNamespace(manager=SimpleNamespace(clients=())), validators=None, scorers=SimpleNamespace(),
+        prompts=SimpleNamespace(), held_out=dict.fromkeys(config.validation_sampling, ()), pool=None,
+        starter=SimpleNamespace(), stack=stack,
+    )  # type: ignore[arg-type]  # fmt: skip
 
 
 def _told(thing: object) -> object:
@@ -231,12 +244,18 @@ def agentic_settings_of(config: AgenticConfig) -> dict[str, object]:
     for name, stream in (("training", agents.training_tasks(config)), ("held out", agents.held_out_tasks(config))):
         flat[f"{name} tasks"] = repr([stream.at(i).row_id for i in range(8)])
     flat["held out"] = repr({k: [p.row_id for p in ps] for k, ps in agents.validation_tasks(config).items()})
-    for options in (
-        EngineSettings.of(config, replica=0, restart=0), RunPlan.of(config, first_step=1),
-        RolloutOptions.of(config, "shm"), EngineOptions.of(config),
-    ):  # fmt: skip
+    sets = validation.held_out_sets(config, dict.fromkeys(config.validation_sampling, ()))
+    flat |= {"restarts": config.restarts_per_engine, "mode": config.validation_mode}
+    for options in (EngineSettings.of(config, replica=0, restart=0), *_of_rollout(config), *sets):
         flat |= dict(_flat(options, ""))
     return flat
+
+
+def _of_rollout(config: PipelineConfig) -> list[object]:
+    """The settings of loop and rollout side that every config has."""
+    of_all = (RunPlan.of(config, first_step=1), ManagerOptions.of(config), QueueOptions.of(config))
+    by_choice = (BudgetOptions.of(config), CanaryOptions.of(config))
+    return [*of_all, SyncOptions.of(config, "shm"), *(options for options in by_choice if options is not None)]
 
 
 def _plain(thing: object) -> list[str]:
@@ -250,8 +269,7 @@ def settings_of(config: PipelineConfig) -> dict[str, object]:
     built: dict[str, object] = {
         "": [
             EngineSettings.of(config, replica=0, restart=0), LearnerOptions.of(config), SchedulerOptions.of(config),
-            EngineOptions.of(config), PromptPoolOptions.of(config),
-            RolloutOptions.of(config, "shm"), RunPlan.of(config, first_step=1),
+            PromptPoolOptions.of(config), *_of_rollout(config),
             DataOptions.of(config, config.actor_train.data_args, checks={}, references=()),
             *(DataOptions.of(config, d, checks={}, references=()) for _, d in config.validation.data.values()),
         ]
@@ -360,23 +378,24 @@ def cut(cls: type | FunctionType, definition: ast.AST, wire: ast.expr) -> Iterat
 
     owner, _, name = cls.__qualname__.rpartition(".") if isinstance(cls, FunctionType) else (cls.__name__, "", "of")
     space = vars(sys.modules[cls.__module__])
-    names = {**space, "_first": first} if owner else space
-    lazily = __future__.annotations.compiler_flag  # names that only a type checker knows
-    exec(compile(module, f"<{cls.__name__} with a cut wire>", "exec", flags=lazily), names)
-    if owner:
-        holder = space[owner]
-        original = holder.__dict__[name]
-        setattr(holder, name, classmethod(names[name]) if name == "of" else names[name])
-        try:
-            yield
-        finally:
-            setattr(holder, name, original)
-        return
+    before = space.get(name)
     space["_first"] = first
+    lazily = __future__.annotations.compiler_flag  # names that only a type checker knows
+    exec(compile(module, f"<{cls.__name__} with a cut wire>", "exec", flags=lazily), space)
+    holder, original = None, None
+    if owner:  # the module has the cut method only until its class has it
+        made, holder = space.pop(name), space[owner]
+        if before is not None:
+            space[name] = before
+        original = holder.__dict__[name]
+        setattr(holder, name, classmethod(made) if name == "of" else made)
     try:
         yield
     finally:
-        space[name] = cls
+        if holder is not None:
+            setattr(holder, name, original)
+        else:
+            space[name] = cls
         del space["_first"]
 
 

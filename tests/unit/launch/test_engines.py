@@ -20,7 +20,7 @@ CONFIG = Path(__file__).resolve().parents[3] / "configs" / "rlvr_config_async_cp
 def test_a_replica_that_joins_the_training_has_no_name_of_the_validation(mode, numbers):
     """Of three replicas the last one is the validation's own."""
     config = load(CONFIG, ["actor_infer.world_size=3", f"validation.mode={mode}", "validation.num_replicas=1"])
-    placements = place_roles(config).engines
+    placements = place_roles(config)["actor_infer"]
     starter = ReplicaStarter(config, placements, NodePool(placements), AsyncExitStack())
     assert [p.index for p in placements] == [0, 1, 2]
     assert [starter.name(index) for index in range(4)] == [replica_name(number) for number in numbers]

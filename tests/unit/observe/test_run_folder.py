@@ -101,7 +101,7 @@ def test_a_config_that_cannot_be_written_leaves_that_of_the_last_start(tmp_path)
 
 MONITORED = """\
 import logging, sys
-from roll_async.launch.run import UserHooks
+from roll_async.pipelines.wire import UserHooks
 from roll_async.observe.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)

@@ -4,23 +4,16 @@ import asyncio
 import json
 from array import array
 from contextlib import AsyncExitStack
+from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from roll_async.buffer.ledger import MemoryLedger
 from roll_async.buffer.states import QueueOptions
 from roll_async.pipelines.protocol import PipelineParts, RunPlan
-from roll_async.pipelines.rlvr import TrainLoop
-from roll_async.pipelines.validation import SetSampling
-from roll_async.pipelines.wire import (
-    ComponentTypes,
-    EngineOptions,
-    RolloutOptions,
-    RolloutRoles,
-    build_engines,
-    build_pipeline,
-    build_rollout,
-)
+from roll_async.pipelines.validation import HeldOut
+from roll_async.pipelines.wire import RolloutParts, UserHooks, build_engines, build_pipeline, build_rollout
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler, SchedulerOptions
 from roll_async.rollout.dispatch.manager_options import ManagerOptions
 from roll_async.schema import SamplingParams
@@ -81,9 +74,7 @@ class Run:
         validation_sets=("",),
         oversample_groups=0,
         staleness=None,
-        classes=ComponentTypes(),
-        trainer=TrainLoop,
-        custom_monitor=None,
+        hooks=UserHooks(),
         devices_of=lambda manager, replicas: None,
         pool=None,
         position=None,
@@ -100,18 +91,28 @@ class Run:
         self.collation_s = self.roles_s = self.push_s = self.validation_s = self.answer_s = 0.0
         self.push_bytes = 0
         self.replicas = [self._replica(f"engine-{i}", s) for i, s in enumerate(speeds)]
-        engines = EngineOptions(manager=ManagerOptions(), max_restarts=2, start_timeout_s=100.0)
-        self.engines = build_engines(self.replicas, Starter(self), engines)
+        build_pool = partial(
+            build_engines, starter=Starter(self), options=ManagerOptions(), max_restarts=2, start_timeout_s=100.0
+        )
+        self.engines = build_pool(self.replicas)
         self.manager = self.engines.manager
         self.validators = None
         if own := [self._replica(f"validator-{i}", s) for i, s in enumerate(validator_speeds)]:
-            self.validators = build_engines(own, Starter(self), engines)
+            self.validators = build_pool(own)
             self.replicas = [*self.replicas, *own]
         scheduling = SchedulerOptions(
             samples_per_group=2, sampling=SamplingParams(max_new_tokens=10), spread_samples=False
         )
         self.devices = devices_of(self.manager, self.replicas)
-        roles = RolloutRoles(
+        queue = QueueOptions(
+            groups_per_batch=num_groups,
+            async_generation_ratio=ratio,
+            oversample_groups=oversample_groups,
+            trigger_parameter_sync_step=plan.get("sync_every", 1),
+            **(staleness or {}),
+        )
+        validated = SamplingParams(max_new_tokens=5)
+        rollout = RolloutParts(
             devices=self.devices,
             pool=pool,
             restored=0 if position is None else position["step"],
@@ -121,25 +122,15 @@ class Run:
             prompts=self,
             weights=self,
             ledger=MemoryLedger(),
-            validation={name: [build.prompt()] * 3 for name in validation_sets},
+            held_out=[HeldOut(name, [build.prompt()] * 3, validated) for name in validation_sets],
             validators=self.validators,
-        )
-        queue = QueueOptions(
-            groups_per_batch=num_groups,
-            async_generation_ratio=ratio,
-            oversample_groups=oversample_groups,
-            trigger_parameter_sync_step=plan.get("sync_every", 1),
-            **(staleness or {}),
-        )
-        options = RolloutOptions(
             queue=queue,
             sync=SyncOptions(transport="shm"),
             stop_timeout_s=30.0,
-            validation={name: SetSampling(sampling=SamplingParams(max_new_tokens=5)) for name in validation_sets},
             validation_mode=plan.get("validation_mode", "pause"),
             canary=canary,
         )
-        self.side = build_rollout(roles, options, classes)
+        self.side = build_rollout(rollout, hooks)
         self.queue, self.rollouter, self.sync = self.side.queue, self.side.rollouter, self.side.synchronizer
         self.parts = PipelineParts(
             queue=self.queue, rollouter=self.rollouter, learner=self, synchronizer=self.sync, checkpoint=self,
@@ -155,9 +146,7 @@ class Run:
             samples_per_group=2,
             groups_per_part=num_groups // parts,
         )
-        self.pipeline = build_pipeline(
-            self.parts, self.plan, trainer=trainer, monitor_interval_s=5.0, custom_monitor=custom_monitor
-        )
+        self.pipeline = build_pipeline(self.parts, self.plan, replace(hooks, monitor_interval_s=5.0))
         self.trainer = self.pipeline.trainer
 
     def _replica(self, name, token_s):

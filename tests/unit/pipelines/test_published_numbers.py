@@ -18,7 +18,7 @@ from roll_async.observe.prometheus import exposition
 from roll_async.observe.run_folder import RunFolder
 from roll_async.pipelines.fully_async import FullyAsyncTrainer
 from roll_async.pipelines.protocol import RunEnd
-from roll_async.pipelines.wire import ComponentTypes
+from roll_async.pipelines.wire import UserHooks
 from roll_async.rollout.group_source import GroupFate, GroupOutcome
 from roll_async.rollout.rollouter import Rollouter
 
@@ -81,8 +81,7 @@ class Account:
 
 def test_every_number_is_that_of_what_happened(run, a_run, scorer_class):
     done = a_run(
-        trainer=FullyAsyncTrainer,
-        classes=ComponentTypes(rollouter=AbortsOne),
+        hooks=UserHooks(trainer=FullyAsyncTrainer, rollouter=AbortsOne),
         steps=8,
         ratio=1.5,
         speeds=(1.0, 2.0),
@@ -112,7 +111,7 @@ def test_every_number_is_that_of_what_happened(run, a_run, scorer_class):
 
 
 def test_a_faster_trainer_leaves_fewer_samples_in_the_queue(run, a_run):
-    slow, fast = (a_run(trainer=FullyAsyncTrainer, steps=6) for _ in range(2))
+    slow, fast = (a_run(hooks=UserHooks(trainer=FullyAsyncTrainer), steps=6) for _ in range(2))
     slow.learn_s, fast.learn_s = 100.0, 0.5
     assert [run(done.go()) for done in (slow, fast)] == [RunEnd.FINISHED] * 2
     waiting = [[m["fully_async/queue_size"] for m in done.published] for done in (slow, fast)]
@@ -120,7 +119,7 @@ def test_a_faster_trainer_leaves_fewer_samples_in_the_queue(run, a_run):
 
 
 def test_the_rules_of_the_alert_file_are_about_metrics_that_a_run_exports(run, a_run):
-    done = a_run(trainer=FullyAsyncTrainer)
+    done = a_run(hooks=UserHooks(trainer=FullyAsyncTrainer))
     run(done.go())
     exported = set(re.findall(r"^(\w+)\{", exposition(done.published[-1], run="r"), re.M))
     (group,) = yaml.safe_load((ROOT / "docs_roll" / "alerts.yaml").read_text())["groups"]
@@ -154,8 +153,7 @@ GREPS = {
 @pytest.mark.skipif(shutil.which("grep") is None, reason="no grep")
 def test_the_greps_of_the_document_find_errors_statistics_and_weight_pushes_in_the_log(run, a_run, scorer_class, log):
     done = a_run(
-        trainer=FullyAsyncTrainer,
-        custom_monitor=lambda trainer, rollouter: None,
+        hooks=UserHooks(trainer=FullyAsyncTrainer, custom_monitor=lambda trainer, rollouter: None),
         scorer=lambda: scorer_class(lambda prompt, _: ValueError("broken") if prompt.row_id == BROKEN else 1.0),
     )
     export, torn = done.export_weights, []

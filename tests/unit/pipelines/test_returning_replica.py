@@ -2,7 +2,7 @@
 
 import asyncio
 
-from roll_async.pipelines.wire import EngineOptions, build_engines
+from roll_async.pipelines.wire import build_engines
 from roll_async.rollout.dispatch.manager_options import ManagerOptions
 
 
@@ -14,8 +14,8 @@ def test_one_that_hangs_in_resume_holds_a_push_no_longer_than_one_that_serves(ru
             await asyncio.sleep(1e6)
 
         replica.resume = hang
-        options = EngineOptions(manager=ManagerOptions(interrupt_timeout_s=5.0), max_restarts=0, start_timeout_s=3600.0)
-        engines = build_engines([replica], None, options)
+        options = ManagerOptions(interrupt_timeout_s=5.0)
+        engines = build_engines([replica], None, options, max_restarts=0, start_timeout_s=3600.0)
         began = asyncio.get_running_loop().time()
         await engines.supervisor.readmit(replica)
         assert asyncio.get_running_loop().time() - began == 5.0

@@ -9,12 +9,11 @@ import pytest
 from roll_async.pipelines.metrics import batch_metrics, reward_metrics
 from roll_async.pipelines.validation import (
     HeldOut,
-    SetSampling,
     Validation,
+    held_out_sets,
     pass_at_k,
     validation_metrics,
 )
-from roll_async.pipelines.wire import RolloutOptions
 from roll_async.schema import FinishReason, Reward, SamplingParams
 
 CONFIG = Path(__file__).resolve().parents[3] / "configs" / "rlvr_config_async_cpu.yaml"
@@ -193,8 +192,9 @@ def test_each_held_out_prompt_is_sampled_as_often_as_the_config_says(build):
     from roll_async.config.api import load
 
     keys = {"eval_steps": 5, "validation.generating_args.num_return_sequences": 3}
-    options = RolloutOptions.of(load(CONFIG, overrides=[f"{k}={v}" for k, v in keys.items()]), "shm")
-    assert options.validation[""].samples == 3
+    config = load(CONFIG, overrides=[f"{k}={v}" for k, v in keys.items()])
+    sets = held_out_sets(config, {"": [build.prompt(), build.prompt()]})
+    assert sets[0].samples == 3
 
     class Source:
         async def validate(self, prompts, sampling, *, name):
@@ -205,8 +205,7 @@ def test_each_held_out_prompt_is_sampled_as_often_as_the_config_says(build):
         def yield_validation(self, yields):
             assert not yields
 
-    held_out = HeldOut("", [build.prompt(), build.prompt()], options.validation[""])
-    metrics = asyncio.run(Validation([held_out], Source(), Engines(), lambda: 0)(5))
+    metrics = asyncio.run(Validation(sets, Source(), Engines(), lambda: 0)(5))
     assert metrics["validation/samples"] == 6 and metrics["validation/unscored"] == 0
     assert metrics["validation/accuracy"] == pytest.approx(1 / 3)
 
@@ -217,13 +216,13 @@ def test_a_set_of_the_config_has_its_own_files_or_the_main_ones_and_its_own_samp
     greedy, sampled = "generating_args: {temperature: 0}", "{temperature: 0.7, num_return_sequences: 4}"
     sets = f"{{more: {{data_args: {{file_name: more.jsonl}}, {greedy}}}, sampled: {{generating_args: {sampled}}}}}"
     config = load(CONFIG, overrides=["eval_steps=5", f"validation.sets={sets}"])
-    options = RolloutOptions.of(config, "shm").validation
-    assert {name: (s.samples, s.sampling.temperature) for name, s in options.items()} == {
+    sets = held_out_sets(config, dict.fromkeys(config.validation_sampling, ()))
+    assert {s.name: (s.samples, s.sampling.temperature) for s in sets} == {
         "": (1, config.validation.generating_args.temperature),
         "more": (1, 0.0),
         "sampled": (4, 0.7),
     }
-    assert {s.sampling.max_new_tokens for s in options.values()} == {config.response_length}
+    assert {s.sampling.max_new_tokens for s in sets} == {config.response_length}
     files = {name: data.file_name for name, (_, data) in config.validation.data.items()}
     assert files["more"] == ("more.jsonl",) and files["sampled"] == files[""] != files["more"]
 
@@ -231,10 +230,7 @@ def test_a_set_of_the_config_has_its_own_files_or_the_main_ones_and_its_own_samp
 def test_each_set_has_its_sampling_and_its_metrics_and_counts_one_version_alone(build):
     import asyncio
 
-    greedy, sampled = (
-        SetSampling(sampling=SamplingParams(max_new_tokens=9, temperature=t), samples=n)
-        for t, n in ((0.0, 1), (0.6, 4))
-    )
+    greedy, sampled = (SamplingParams(max_new_tokens=9, temperature=t) for t in (0.0, 0.6))
     asked, yielded = {}, []
 
     class Source:
@@ -248,7 +244,7 @@ def test_each_set_has_its_sampling_and_its_metrics_and_counts_one_version_alone(
         def yield_validation(self, yields):
             yielded.append(yields)
 
-    sets = [HeldOut("", [build.prompt()] * 3, greedy), HeldOut("aime", [build.prompt()], sampled)]
+    sets = [HeldOut("", [build.prompt()] * 3, greedy), HeldOut("aime", [build.prompt()], sampled, 4)]
     metrics = asyncio.run(Validation(sets, Source(), Engines(), lambda: 7, yields=True)(7))
     assert asked == {"validation.7": (3, 0.0), "validation.7.aime": (4, 0.6)} and yielded == [True, False]
     assert metrics["validation/samples"] == 3 and metrics["validation/version"] == 7

@@ -11,6 +11,7 @@ from roll_async.observe.recorder import REQUIRED_KEYS
 from roll_async.pipelines.fully_async import FullyAsyncTrainer
 from roll_async.pipelines.metrics import merged_reports, ratio_metrics
 from roll_async.pipelines.protocol import RunEnd, TrainerState
+from roll_async.pipelines.wire import UserHooks
 from roll_async.trainer.protocol import StepReport
 from roll_async.weight_sync.canary import CanaryOptions
 
@@ -257,7 +258,7 @@ def test_the_fully_asynchronous_trainer_publishes_every_name_of_its_mode(run, a_
             ]
             return {"mine/groups": float(len(batch)), "mine/rows": float(len(rows))}
 
-    done = a_run(trainer=Mine, parts=2, steps=5)
+    done = a_run(hooks=UserHooks(trainer=Mine), parts=2, steps=5)
     run(done.go())
     for metrics in done.published:
         names = {key.removeprefix("fully_async/") for key in metrics if key.startswith("fully_async/")}
@@ -278,7 +279,7 @@ def test_the_fully_asynchronous_trainer_publishes_every_name_of_its_mode(run, a_
 
 def test_the_monitor_names_every_component_and_calls_the_users_own(run, a_run, caplog):
     seen = []
-    watched = a_run(custom_monitor=lambda trainer, rollouter: seen.append((trainer, rollouter)))
+    watched = a_run(hooks=UserHooks(custom_monitor=lambda trainer, rollouter: seen.append((trainer, rollouter))))
     with caplog.at_level("INFO"):
         run(watched.go())
     lines = [r.message for r in caplog.records if r.message.startswith("Component Statistics: ")]
