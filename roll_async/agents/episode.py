@@ -21,7 +21,7 @@ from roll_async.config.prompt_templates import RULES, filled, names_in
 from roll_async.envs.protocol import GraderFailed, LiveWorld, Observation, WorldFailed
 from roll_async.observe.outside import OutsideError, asked, encodable, message_of, number, place_of, text_of
 from roll_async.prompts.row_tools import RowTools, parse_tools
-from roll_async.prompts.tool_calls import HERMES, ToolCall, name_of
+from roll_async.prompts.tool_calls import ToolCall, name_of, write
 from roll_async.rollout.dispatch.requests import GenerationFailed
 from roll_async.rollout.tools import Toolbox
 from roll_async.schema import Outcome
@@ -286,7 +286,7 @@ async def run_agent(
 def _transcript(session: Session) -> tuple[tuple[str, str], ...]:
     """(role, text) of the messages of the newest request, and its reply."""
     messages, said = session.newest
-    shown = ((m.role, HERMES.write(m.content, m.tool_calls)) for m in messages)
+    shown = ((m.role, write(m.content, m.tool_calls)) for m in messages)
     return (*shown, ("assistant", said))
 
 

@@ -16,28 +16,28 @@ the result is not taken for a turn of the user.
 
 from __future__ import annotations
 
+import logging
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from roll_async.agents.messages import Message
 from roll_async.agents.processes.beside import Beside
 from roll_async.observe.thoughts import ThoughtMarks, marks_of
+from roll_async.prompts.call_forms import PROBE_TOOL, plain_id, written_by
 from roll_async.prompts.end_marks import EndMarks, leading_marks
 from roll_async.prompts.tokenizer import TEMPLATES, Opening, special_marks, without_marks
-from roll_async.prompts.tool_calls import HERMES, CallFormat
+from roll_async.prompts.tool_calls import HERMES, HERMES_EXAMPLE, CallFormat, offer, write
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
+
 _INLINE_CHARACTERS = 100_000
 _ANSWER = "roll-async-answer"
 """Stands for a turn of the policy, after which a template says what `between` looks for."""
-_PROBE_TOOL = {
-    "type": "function",
-    "function": {"name": "roll_probe", "description": "?", "parameters": {"type": "object", "properties": {}}},
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Renderer(Protocol):
 
     @property
     def calls(self) -> CallFormat:
-        """How the model writes calls of tools."""
+        """How the model writes calls of tools, as its prompt tells it to."""
         ...
 
     @property
@@ -99,10 +99,8 @@ class Renderer(Protocol):
 class TemplateRenderer:
     """`Renderer` of a tokenizer and its chat template."""
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, template: str = "native", calls: CallFormat = HERMES
-    ) -> None:
-        self._tokenizer, self._template, self.calls = tokenizer, TEMPLATES[template], calls
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str = "native") -> None:
+        self._tokenizer, self._template = tokenizer, TEMPLATES[template]
         self.thoughts = marks_of(tokenizer, self._template)
         self.ends, self._opening = EndMarks.of(tokenizer, template), Opening(tokenizer)
         self._added = tokenizer.added_tokens_decoder.keys()
@@ -110,40 +108,49 @@ class TemplateRenderer:
         self._beside = Beside(_load, tokenizer.backend_tokenizer) if tokenizer.is_fast else None
         question = {"role": "user", "content": "?"}
         # Asked of the template itself: no tokenizer declares what its template renders.
-        self._knows_tools = "roll_probe" in self._try([question], [_PROBE_TOOL])
-        self._knows_tool_role = "roll-said" in self._try(
-            [question, {"role": "assistant", "content": "!"}, {"role": "tool", "content": "roll-said"}], None
+        self._written = written_by(lambda chat: self._try(chat, [PROBE_TOOL]))
+        self._id_of = plain_id if self._written is None else self._written.id_of
+        # One that offers tools tells the model a form of calls, too: it may not where no form reads them.
+        self._knows_tools = self._written is not None and "roll_probe" in self._try([question], [PROBE_TOOL])
+        self.calls = (self._written.form if self._written is not None else HERMES).with_thoughts(
+            marks_of(tokenizer, self._template)
         )
-        call = {"type": "function", "function": {"name": "roll_probe", "arguments": {}}}
-        self._knows_calls = "roll_probe" in self._try(
-            [question, {"role": "assistant", "content": "", "tool_calls": [call]}, question], None
-        )
+        # Twice: templates whose roles must alternate count an answer before a result, too (Mistral's).
+        answer, said = {"role": "assistant", "content": "!"}, {"role": "tool", "content": "roll-said"}
+        said["tool_call_id"] = self._id_of("roll_probe", 0)
+        self._knows_tool_role = self._try([question, *(answer, said) * 2], None).count("roll-said") == 2
         self._knows_system = "roll-said" in self._try([{"role": "system", "content": "roll-said"}, question], None)
+        logger.info(
+            "calls of tools are read in the form of %s, %s; results are turns of role %s",
+            self.calls.family,
+            "which the chat template writes"
+            if self._written is not None
+            else "since the chat template has none we read",
+            "tool" if self._knows_tool_role else "user",
+        )
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]], turns: Sequence[SampledTurn]
     ) -> Rendered:
         """Raises ValueError for a chat that the template refuses."""
-        chat = self._plain(messages, tools)
-        offset = len(chat) - len(messages)  # a system message that the template adds for the tools
-        for turn in turns:
-            chat[turn.position + offset] = {"role": "assistant", "content": turn.text}
-        text = self._apply(chat, tools)
+        chat, sampled = self._plain(messages, tools, {turn.position for turn in turns})
+        for place, turn in zip(sampled, turns, strict=True):
+            place["content"] = turn.text
+        text = self._apply(chat, tools if self._knows_tools else None)
         end = _end_of(turns, text)
         return Rendered(text, None if end is None else text[end:])
 
     def between(self, last_token: int, results: Sequence[str]) -> array:
         """[n] int32: the rest of the policy's turn, the results of its tools, the head of its next turn. `last_token`:
         the last one of the turn; an end mark that was sampled is not said twice. A template that knows no `tool` role
-        gets the results as turns of the user. Raises ValueError for one that leaves them out.
+        gets the results in one turn of the user. Raises ValueError for one that leaves them out.
         """
-        role = "tool" if self._knows_tool_role else "user"
-        said = [without_marks(result, self._reserved) for result in results]
-        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
-        text = self._apply([*chat, *({"role": role, "content": each} for each in said)], None)
+        messages = [Message(role="user", content="?"), Message(role="assistant", content=_ANSWER)]
+        chat, _ = self._plain([*messages, *(Message(role="tool", content=result) for result in results)], (), ())
+        text = self._apply(chat, None)
         _, found, rest = text.partition(_ANSWER)
-        if not found or not all(each in rest for each in said):
-            raise ValueError(f"the chat template does not render turns of role {role}")
+        if not found or not all(without_marks(result, self._reserved) in rest for result in results):
+            raise ValueError(f"the chat template does not render turns of role {chat[-1]['role']}")
         return self.encode_after(last_token, rest)
 
     def encode(self, text: str) -> array:
@@ -194,10 +201,45 @@ class TemplateRenderer:
         assert isinstance(text, str)
         return text
 
-    def _plain(self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]]) -> list[dict]:
-        chat = [self._message(message) for message in messages]
+    def _plain(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]], positions: Collection[int]
+    ) -> tuple[list[dict], list[dict]]:
+        """(chat as the template takes it, those of its turns that stand at `positions`)."""
+        chat, sampled = [], []
+        ids: list[tuple[str, str]] = []  # of the newest calls: the client's, and the one the template is given
+        num_calls, joins = 0, False
+        for position, message in enumerate(messages):
+            content = message.content
+            if message.role == "assistant":
+                chat += self._turns(message, num_calls) if position not in positions else [{"role": "assistant"}]
+                sampled += chat[-1:] if position in positions else []
+                numbered = enumerate(message.tool_calls, num_calls)
+                ids = [(call.call_id, self._id_of(call.name, i)) for i, call in numbered] or ids
+                num_calls += len(message.tool_calls)
+                joins = False
+                continue
+            if message.role != "system":
+                content = without_marks(content, self._reserved)
+            if message.role == "tool" and self._knows_tool_role:
+                found = next((i for i, (theirs, _) in enumerate(ids) if theirs == message.call_id), 0)
+                ours = ids.pop(found)[1] if ids else self._id_of("tool", num_calls)
+                chat.append({"role": "tool", "content": content, "tool_call_id": ours})
+                continue
+            is_result = message.role == "tool"
+            if is_result:
+                content = f"<tool_response>\n{content}\n</tool_response>"  # as Qwen's templates
+            # Where roles must alternate, results and what the user says to them are one turn.
+            if joins and message.role != "system":
+                chat[-1]["content"] += f"\n{content}"
+            else:
+                chat.append({"role": "user" if is_result else message.role, "content": content})
+            joins = is_result
+        return self._with_system(chat, tools), sampled
+
+    def _with_system(self, chat: list[dict], tools: Sequence[Mapping[str, object]]) -> list[dict]:
+        """The chat with what the template does not say: the tools, and who is who in a system message."""
         if tools and not self._knows_tools:
-            text = self.calls.offer(tools)
+            text = offer(tools, HERMES_EXAMPLE if self._written is None else self._written.example)
             if chat and chat[0]["role"] == "system":
                 chat[0]["content"] += text
             else:
@@ -206,23 +248,14 @@ class TemplateRenderer:
             chat[:2] = [{"role": "user", "content": f"{chat[0]['content']}\n{chat[1]['content']}"}]
         return chat
 
-    def _message(self, message: Message) -> dict:
-        match message.role:
-            case "assistant" if message.tool_calls and self._knows_calls:
-                calls = [
-                    {"type": "function", "function": {"name": c.name, "arguments": dict(c.arguments)}}
-                    for c in message.tool_calls
-                ]
-                return {"role": "assistant", "content": message.content, "tool_calls": calls}
-            case "assistant":
-                return {"role": "assistant", "content": self.calls.write(message.content, message.tool_calls)}
-            case "tool" if not self._knows_tool_role:
-                said = without_marks(message.content, self._reserved)
-                return {"role": "user", "content": f"<tool_response>\n{said}\n</tool_response>"}  # as Qwen's templates
-            case "system":
-                return {"role": "system", "content": message.content}
-            case role:
-                return {"role": role, "content": without_marks(message.content, self._reserved)}
+    def _turns(self, message: Message, number: int) -> list[dict]:
+        """One of the assistant; for a template that takes one call a turn, one for each call."""
+        calls, written = message.tool_calls, self._written
+        if written is None or not calls:
+            return [{"role": "assistant", "content": write(message.content, calls)}]
+        if written.takes_several:
+            return [written.message(message.content, calls, number)]
+        return [written.message(message.content if i == 0 else "", [call], number + i) for i, call in enumerate(calls)]
 
     def _try(self, chat: list[dict], tools: list[dict] | None) -> str:
         try:

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from roll_async.observe.outside import OutsideError, asked, encodable, text_of
 from roll_async.prompts.row_tools import RowTools, tools_of_row
-from roll_async.prompts.tool_calls import CallFormat, ToolCall, name_of
+from roll_async.prompts.tool_calls import PROMPT_END, CallFormat, ToolCall, name_of
 from roll_async.rollout.trace_tree import TraceTree
 from roll_async.schema import Completion, FinishReason, Prompt, Sample
 
@@ -132,14 +132,19 @@ class ToolCompletionCallback:
         stopped = completion.finish_reason is FinishReason.STOP and len(completion.token_ids) > 0
         if not stopped or len(tree.turns) >= self._max_turns:
             return None
-        calls = self.find_calls(self._codec.said(completion.token_ids))
+        codec, ids = self._codec, completion.token_ids
+        before = tree.token_ids(tree.turns[-1])[: -len(ids)]
+        opened = codec.calls.opened_by(codec.said(before[-PROMPT_END:]))
+        calls = self.find_calls(opened + codec.said(ids))
         if not calls:
             return None
         results = await self.toolbox.run(calls, tools_of_row(prompt.extra))
         return self._codec.between(completion.token_ids[-1], results)
 
     def find_calls(self, text: str) -> list[ToolCall]:
-        """Calls in the order of the text, in the form of the model: `prompts/tool_calls.py`."""
+        """Calls in the order of a turn's text, in the form of the model: `prompts/tool_calls.py`. The text begins with
+        the mark of the thought that the prompt opened, if it did, and has no end mark.
+        """
         return self._codec.calls.read(text)[1]
 
     def postprocess(self, tree: TraceTree, name: str) -> Sample:

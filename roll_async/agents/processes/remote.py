@@ -21,7 +21,7 @@ from roll_async.agents.gateway import chat
 from roll_async.agents.messages import TurnReply, TurnRequest
 from roll_async.agents.turn_handler import BadRequest, TurnHandler
 from roll_async.observe.outside import OutsideError, border
-from roll_async.prompts.tool_calls import HERMES
+from roll_async.prompts.tool_calls import write
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +191,7 @@ def _reply(answer: Json, name: str) -> TurnReply:
     finish = choice.get("finish_reason")
     return TurnReply(
         reply_id=name,
-        text=HERMES.write(said.content, said.tool_calls),
+        text=write(said.content, said.tool_calls),
         content=said.content,
         tool_calls=said.tool_calls,
         finish_reason=finish if finish in ("length", "tool_calls") else "stop",

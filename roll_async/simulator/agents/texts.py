@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from roll_async.agents.messages import Message
 from roll_async.agents.rendering import Rendered, SampledTurn
 from roll_async.observe.thoughts import THINK
-from roll_async.prompts.tool_calls import HERMES
+from roll_async.prompts.tool_calls import HERMES, write
 from roll_async.simulator.parts.models import LengthModel, ToolModel, uniform
 from roll_async.simulator.parts.text import END, RENDERED, ScriptedTurn, decode, is_sampled
 
@@ -41,11 +41,7 @@ class SimRenderer:
                 text += (*rest, "a", sampled[position])
                 rest = [END_MARK]
                 continue
-            said = (
-                ""
-                if self._strips and message.role == "assistant"
-                else self.calls.write(message.content, message.tool_calls)
-            )
+            said = "" if self._strips and message.role == "assistant" else write(message.content, message.tool_calls)
             rest.append(f"{message.role[0]}{said}{END_MARK}")
         after = "".join((*rest, "a"))
         return Rendered("".join((*text, after)), None if self._strips and turns else after)

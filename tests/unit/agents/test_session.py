@@ -267,7 +267,7 @@ def test_misaligned_log_probs_are_refused():
     ],
 )
 def test_calls_are_read_as_json_and_nothing_else(text, names, problems):
-    content, calls = HERMES.read(text, unclosed=True)
+    content, calls = HERMES.read(text)
     assert [call.name for call in calls if not call.problem] == names and len(calls) - len(names) == problems
     assert "<tool_call>" not in content or problems
 

@@ -74,7 +74,10 @@ def test_a_result_cannot_speak_in_the_name_of_the_template(tokenizer):
 
 def test_a_template_without_tool_turns_gets_the_result_as_a_user_turn(tokenizer):
     renderer = with_template(tokenizer, NO_TOOLS)
-    assert tokenizer.decode(renderer.between(tokenizer.eos_token_id, ["3"]).tolist()) == "<user>3<assistant>"
+    assert (
+        tokenizer.decode(renderer.between(tokenizer.eos_token_id, ["3"]).tolist())
+        == "<user><tool_response>\n3\n</tool_response><assistant>"
+    )
 
 
 def test_a_template_that_drops_results_is_refused(tokenizer):

@@ -399,8 +399,7 @@ def test_an_abort_reaches_a_conversation_whose_tools_run(run, build, replica_cla
 def test_call_marks_nested_a_hundred_thousand_deep_are_read_in_linear_time():
     opens, spaces = "<tool_call>" * 100_000, " " * 100_000
     started = time.process_time()
-    assert HERMES.read(opens) == (opens, [])
-    assert [bool(call.problem) for call in HERMES.read(opens, unclosed=True)[1]] == [True]
-    assert HERMES.read(f"<tool_call>{spaces}x")[1] == []
+    assert [bool(call.problem) for call in HERMES.read(opens)[1]] == [True]
+    assert [bool(call.problem) for call in HERMES.read(f"<tool_call>{spaces}x")[1]] == [True]
     assert len(HERMES.read("<tool_call></tool_call>" * 20_000)[1]) == 20_000
     assert time.process_time() - started < 1.0
