@@ -73,9 +73,8 @@ class TaggedCalls(CallFormat):
         self._key, self._is_padded = key, is_padded
         open_key, close_key, open_value, close_value = map(re.escape, (*key, *value))
         follows = rf"\s*(?:{open_key}|{re.escape(closes)})"
-        self._name = re.compile(
-            rf"[^<>{{}}\"]*?(?={follows})" if not name_ends else rf"([^<>\"]*?){re.escape(name_ends)}"
-        )
+        name = rf"(?P<name>[^<>\"]*?){re.escape(name_ends)}" if name_ends else rf"(?P<name>[^<>{{}}\"]*?)(?={follows})"
+        self._name = re.compile(name)
         self._argument = re.compile(rf"\s*{open_key}([^<>\"]*+){close_key}\s*?{open_value}")
         self._value_ends = re.compile(rf"{close_value}(?={follows})")
         self._ends = re.compile(rf"\s*{re.escape(closes)}")
@@ -83,36 +82,33 @@ class TaggedCalls(CallFormat):
     def _call(self, text: str, start: int, kinds: Kinds) -> tuple[int, list[ToolCall]]:
         limit = text.find(self.opens, start)
         piece = text[start:] if limit < 0 else text[start:limit]
-        name, arguments, position, problem = self._name.match(piece), {}, 0, ""
-        if name is None or not name[0].strip():
-            problem = "it has no name"
-        else:
-            position = name.end()
-        known = kinds.get(self._named(name), {}) if name is not None else {}
-        while not problem and (found := self._argument.match(piece, position)):
-            key, ends = found[1].strip(), self._value_ends.search(piece, found.end())
-            if ends is None:
-                problem = f"argument {json.dumps(key)} has no end"
-            elif key in arguments:
-                problem = f"argument {json.dumps(key)} is given twice"
-            else:
-                try:
-                    arguments[key] = typed(self._value(piece[found.end() : ends.start()]), known.get(key))
-                except ValueError as error:
-                    problem = f"argument {json.dumps(key)}: {error}"
-                position = ends.end()
-        end = self._ends.match(piece, position)
-        if not problem and end is None:
-            problem = f"{self.closes} is missing after its arguments"
-        if problem or end is None:
-            stop = piece.find(self.closes)
-            problem = f"the call is not of the form of {self.family}: {problem}"
-            return start + (len(piece) if stop < 0 else stop + len(self.closes)), [ToolCall(name="", problem=problem)]
-        return start + end.end(), [ToolCall(name=self._named(name), arguments=arguments)]
+        try:
+            end, call = self._parsed(piece, kinds)
+        except ValueError as error:
+            end, problem = piece.find(self.closes), f"the call is not of the form of {self.family}: {error}"
+            return start + (len(piece) if end < 0 else end + len(self.closes)), [ToolCall(name="", problem=problem)]
+        return start + end, [call]
 
-    @staticmethod
-    def _named(found: re.Match[str] | None) -> str:
-        return "" if found is None else (found[1] if found.re.groups else found[0]).strip()
+    def _parsed(self, text: str, kinds: Kinds) -> tuple[int, ToolCall]:
+        """(end, the call) of what follows an opening mark. Raises ValueError saying what is wrong."""
+        begins = self._name.match(text)
+        name = "" if begins is None else begins["name"].strip()
+        if begins is None or not name:
+            raise ValueError("it has no name")
+        known, arguments, position = kinds.get(name, {}), {}, begins.end()
+        while found := self._argument.match(text, position):
+            key, ends = found[1].strip(), self._value_ends.search(text, found.end())
+            if ends is None or key in arguments:
+                raise ValueError(f"argument {json.dumps(key)} {'has no end' if ends is None else 'is given twice'}")
+            try:
+                arguments[key] = typed(self._value(text[found.end() : ends.start()]), known.get(key))
+            except ValueError as error:
+                raise ValueError(f"argument {json.dumps(key)}: {error}") from error
+            position = ends.end()
+        end = self._ends.match(text, position)
+        if end is None:
+            raise ValueError(f"{self.closes} is missing after its arguments")
+        return end.end(), ToolCall(name=name, arguments=arguments)
 
     def _value(self, text: str) -> str:
         # One line break on each side is of the form; further ones, and indents, are of the value.

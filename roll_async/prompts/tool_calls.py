@@ -152,21 +152,27 @@ class CallFormat:
         end = text.find(self.closes or self.opens, start)
         return len(text) if end < 0 else end + len(self.closes)
 
+    def _good(self, text: str, begins: int, kinds: Kinds) -> list[tuple[int, int]]:
+        """Where the calls stand that can be run."""
+        found = self.find(text, begins, kinds)
+        return [(start, end) for start, end, call in found if call is not None and not call.problem]
+
     def _after_thoughts(self, text: str, kinds: Kinds, opened: str) -> tuple[int, str]:
         """(where the last thought ends, what is wrong with a call inside one that does not end)."""
         if thought_of(opened, text, self.thoughts).rest == text:
             return 0, ""
         # Marks of thoughts in the arguments of a call are text of it.
-        masked, position, num_calls = [], 0, 0
-        for start, end, call in self.find(text, 0, kinds):
-            if call is not None and not call.problem:
-                num_calls += 1
-                masked += [text[position:start], "." * (end - start)]
-                position = end
-        found = thought_of(opened, "".join((*masked, text[position:])), self.thoughts)
-        if found.unfinished and num_calls:
+        closed = [at + len(mark) for mark in (each.closing for each in self.thoughts) if (at := text.find(mark)) >= 0]
+        # A call without a mark stands behind the first thought; the others are found from the beginning.
+        calls = self._good(text, 0, kinds) or self._good(text, min(closed, default=len(text)), kinds)
+        masked, position = [], 0
+        for start, end in calls:
+            masked += [text[position:start], "." * (end - start)]
+            position = end
+        thought = thought_of(opened, "".join((*masked, text[position:])), self.thoughts)
+        if thought.unfinished and calls:
             return len(text), "the call stands in a thought that does not end: end the thought, then call"
-        return len(text) - len(found.rest), ""
+        return len(text) - len(thought.rest), ""
 
 
 HERMES = CallFormat("Hermes", opens="<tool_call>", closes="</tool_call>")
