@@ -139,7 +139,7 @@ def test_what_is_told_reaches_prompts_and_turns_of_agents_alike(tmp_path):
     tokenizer = load_tokenizer(saved(tmp_path, byte_level(), template), proves=False)
     encoder, renderer = ChatEncoder(tokenizer, "native"), TemplateRenderer(tokenizer)
     told(tokenizer, "native", None, {"date_string": "26 Jul "})
-    (ids,) = encoder.render([[{"role": "user", "content": "hi"}]])
+    ((ids, _),) = encoder.render([[{"role": "user", "content": "hi"}]])
     assert tokenizer.decode(ids) == "26 Jul user: hi"
     assert renderer.render([Message(role="user", content="hi")], [], []).text == "26 Jul user: hi"
     assert renderer.encode("26 Jul user: hi").tolist() == list(ids)

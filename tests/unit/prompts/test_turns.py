@@ -57,7 +57,7 @@ def said(tokenizer):
 
     def of(template, *turns):
         tokenizer.chat_template = template
-        (ids,) = ChatEncoder(tokenizer, "native").render([parse_turns(list(turns), "messages")])
+        ((ids, _),) = ChatEncoder(tokenizer, "native").render([parse_turns(list(turns), "messages")])
         return ids if isinstance(ids, str) else tokenizer.decode(ids)
 
     return of

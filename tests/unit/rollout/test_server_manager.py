@@ -446,7 +446,7 @@ def test_every_request_stops_at_the_end_marks_of_the_model_besides_its_own(run, 
         async with managed(replica, end_ids=(7, 9)) as manager:
             mine = make("mine")
             mine = replace(mine, sampling=replace(mine.sampling, stop_token_ids=(3,)))
-            await asyncio.gather(manager.generate(make("plain")), manager.generate(mine, foreground=True))
+            await asyncio.gather(manager.generate(make("plain")), manager.generate(mine, validation=True))
         stops = {request.request_id: request.sampling.stop_token_ids for request in replica.submitted}
         assert stops == {"plain#1": (7, 9), "mine#1": (3, 7, 9)} and mine.sampling.stop_token_ids == (3,)
 
