@@ -82,7 +82,7 @@ def for_evaluation(config: C, model: str | None) -> C:
 
 async def evaluate_folder(config: PipelineConfig, stack: AsyncExitStack) -> Evaluation:
     """Measure the model of `config.actor_infer`. Raises what `launch/roles.py: start_without_training` does."""
-    held_out = held_out_sets(config, await asyncio.to_thread(held_out_of, config))
+    held_out = held_out_sets(config.validation_sampling, await asyncio.to_thread(held_out_of, config))
     groups, manager = await start_without_training(config, stack)
     report = Report(config)
     measure = Validation(held_out, groups, manager, lambda: 0, on_answers=report.add)
@@ -97,7 +97,7 @@ async def evaluate_address(config: RLVRConfig, options: EndpointOptions, stack: 
     endpoint = ChatEndpoint(options)
     stack.push_async_callback(endpoint.close)
     await endpoint.start()
-    held_out = held_out_sets(config, await asyncio.to_thread(held_out_of, config))
+    held_out = held_out_sets(config.validation_sampling, await asyncio.to_thread(held_out_of, config))
     tokenizer = await asyncio.to_thread(load_tokenizer, config.pretrain)
     scored = {name: r for name, r in config.rewards.items() if name not in config.loss_parts}
     router = RewardRouter(scored, marks_of(tokenizer))

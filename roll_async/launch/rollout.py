@@ -110,7 +110,7 @@ class StartedRollout:
             pool=None if self.pool is None else self.pool(),
             budget=BudgetOptions.of(config),
             canary=CanaryOptions.of(config),
-            held_out=held_out_sets(config, self.held_out),
+            held_out=held_out_sets(config.validation_sampling, self.held_out),
             validation_mode=config.validation_mode,
             validators=self.validators,
             devices=self.devices,

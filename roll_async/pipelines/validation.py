@@ -28,7 +28,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from roll_async.buffer.errors import first_cause
-from roll_async.config.schema import PipelineConfig
+from roll_async.config.schema import GeneratingArguments
 from roll_async.pipelines.metrics import accuracy, complete_accuracy, mean
 from roll_async.rollout.chat_scheduler import sampling_of
 from roll_async.rollout.dispatch.engine_pool import EnginePool
@@ -59,12 +59,12 @@ class HeldOut:
         return f"validation/sets/{self.name}" if self.name else "validation"
 
 
-def held_out_sets(config: PipelineConfig, prompts: Mapping[str, Sequence[Prompt]]) -> list[HeldOut]:
-    """The sets with these prompts, by name, sampled as the config says."""
-    sampled = {name: config.validation_sampling[name] for name in prompts}
-    return [
-        HeldOut(name, prompts[name], sampling_of(args), args.num_return_sequences) for name, args in sampled.items()
-    ]
+def held_out_sets(
+    sampling: Mapping[str, GeneratingArguments], prompts: Mapping[str, Sequence[Prompt]]
+) -> list[HeldOut]:
+    """The sets with these prompts, by name, and how each is sampled (`PipelineConfig.validation_sampling`)."""
+    asked = [(name, args) for name, args in sampling.items() if name in prompts]
+    return [HeldOut(name, prompts[name], sampling_of(args), args.num_return_sequences) for name, args in asked]
 
 
 class Validation:

@@ -57,8 +57,8 @@ def test_the_loop_is_two_files_from_the_start_script_a_weight_push_three_and_the
 
 LIMITS = {
     "lines": 63_000,
-    "classes": 800,
-    "dataclasses": 370,
+    "classes": 790,
+    "dataclasses": 360,
     "protocols": 68,
     "functions per 1,000 lines": 69.5,
     "class names with two meanings": 0,
@@ -86,6 +86,49 @@ def test_a_class_name_has_one_meaning():
                 where[node.name].append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
     doubles = {name: places for name, places in where.items() if len(places) > 1}
     assert doubles == {}
+
+
+FROM_COMMAND_TO_LOOP = (
+    "commands/run.py", "launch/restarts.py", "launch/run.py", "launch/roles.py", "launch/rollout.py",
+    "pipelines/wire.py",
+)  # fmt: skip
+BUNDLES = {
+    "UserHooks": "what a start script may replace; the command is given it, launch and wire read it",
+    "StartedRollout": "what runs before there is a run, in the driver or in the rollout process; it may serve several",
+    "Engines": "a pool of replicas and what restarts them; a run has one or two",
+    "RolloutParts": "of what wire builds the rollout side, for launcher, simulator and tests alike",
+    "RolloutSide": "what the loop asks of the rollout side: objects here, their clients where these are in a process",
+    "PipelineParts": "what the loop holds, each behind a protocol, so that fakes take its place on the virtual clock",
+    "RunPlan": "steps and intervals of the loop, which knows no config: simulated worlds have none",
+    "LearnerParts": "the groups of ranks of a step by role, and how their calls go together",
+}
+"""Every dataclass that is handed on between the command and the loop, with the reason that it exists. A ninth takes the
+place of one that goes.
+"""
+
+
+def annotated(node):
+    """What the signature of a function names."""
+    arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    return " ".join(ast.unparse(a) for a in [*(a.annotation for a in arguments), node.returns] if a is not None)
+
+
+def test_what_is_handed_from_the_command_to_the_loop_are_eight_bundles_at_most():
+    homes = [*PACKAGE.glob("launch/*.py"), *PACKAGE.glob("pipelines/*.py"), *PACKAGE.glob("cluster/roles/*.py")]
+    bundles = {
+        node.name
+        for path in (*homes, PACKAGE / "trainer" / "roles.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and any("dataclass" in ast.unparse(d) for d in node.decorator_list)
+    }
+    named = " ".join(
+        annotated(node)
+        for name in FROM_COMMAND_TO_LOOP
+        for node in ast.walk(ast.parse((PACKAGE / name).read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+    assert bundles & set(re.findall(r"\w+", named)) == BUNDLES.keys()
+    assert len(BUNDLES) <= 8
 
 
 def files_of_options(table, at_home):

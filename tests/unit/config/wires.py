@@ -68,7 +68,7 @@ OF_AGENTS = (
 
 OF_STARTS = (
     rollout.prompts_of, rollout.held_out_of, rollout._prompts_of_set, rollout.start_scorer, rollout._tools,
-    rollout._ledger, rollout.start_engines, rollout.StartedRollout.build, validation.held_out_sets,
+    rollout._ledger, rollout.start_engines, rollout.StartedRollout.build,
     router.create_scorer, RoleStarter._start_process, RoleStarter._start_training,
     ReplicaStarter.start, checkpoint.LoopCheckpoint.save, checkpoint.restore_loop, run_start._folder,
     run_start.checkpoints_of, restarts.can_restart, launch_run._sample_dump, commands_run._recorder,
@@ -244,7 +244,7 @@ def agentic_settings_of(config: AgenticConfig) -> dict[str, object]:
     for name, stream in (("training", agents.training_tasks(config)), ("held out", agents.held_out_tasks(config))):
         flat[f"{name} tasks"] = repr([stream.at(i).row_id for i in range(8)])
     flat["held out"] = repr({k: [p.row_id for p in ps] for k, ps in agents.validation_tasks(config).items()})
-    sets = validation.held_out_sets(config, dict.fromkeys(config.validation_sampling, ()))
+    sets = validation.held_out_sets(config.validation_sampling, dict.fromkeys(config.validation_sampling, ()))
     flat |= {"restarts": config.restarts_per_engine, "mode": config.validation_mode}
     for options in (EngineSettings.of(config, replica=0, restart=0), *_of_rollout(config), *sets):
         flat |= dict(_flat(options, ""))

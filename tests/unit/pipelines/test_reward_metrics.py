@@ -193,7 +193,7 @@ def test_each_held_out_prompt_is_sampled_as_often_as_the_config_says(build):
 
     keys = {"eval_steps": 5, "validation.generating_args.num_return_sequences": 3}
     config = load(CONFIG, overrides=[f"{k}={v}" for k, v in keys.items()])
-    sets = held_out_sets(config, {"": [build.prompt(), build.prompt()]})
+    sets = held_out_sets(config.validation_sampling, {"": [build.prompt(), build.prompt()]})
     assert sets[0].samples == 3
 
     class Source:
@@ -216,7 +216,7 @@ def test_a_set_of_the_config_has_its_own_files_or_the_main_ones_and_its_own_samp
     greedy, sampled = "generating_args: {temperature: 0}", "{temperature: 0.7, num_return_sequences: 4}"
     sets = f"{{more: {{data_args: {{file_name: more.jsonl}}, {greedy}}}, sampled: {{generating_args: {sampled}}}}}"
     config = load(CONFIG, overrides=["eval_steps=5", f"validation.sets={sets}"])
-    sets = held_out_sets(config, dict.fromkeys(config.validation_sampling, ()))
+    sets = held_out_sets(config.validation_sampling, dict.fromkeys(config.validation_sampling, ()))
     assert {s.name: (s.samples, s.sampling.temperature) for s in sets} == {
         "": (1, config.validation.generating_args.temperature),
         "more": (1, 0.0),

@@ -57,8 +57,8 @@ def said(tokenizer):
 
     def of(template, *turns):
         tokenizer.chat_template = template
-        ((ids, _),) = ChatEncoder(tokenizer, "native").render([parse_turns(list(turns), "messages")])
-        return ids if isinstance(ids, str) else tokenizer.decode(ids)
+        (found,) = ChatEncoder(tokenizer, "native").render([parse_turns(list(turns), "messages")])
+        return found if isinstance(found, str) else tokenizer.decode(found[0])
 
     return of
 
