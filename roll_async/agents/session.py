@@ -19,7 +19,7 @@ from typing import Protocol, TypeVar
 from roll_async.agents.messages import ChatDigest, Message, TurnReply, TurnRequest
 from roll_async.agents.rendering import Renderer, SampledTurn
 from roll_async.agents.turn_handler import BadRequest, TurnHandler
-from roll_async.observe.thoughts import thought_of
+from roll_async.observe.thoughts import Thought, thought_of
 from roll_async.prompts.tool_calls import ToolCall
 from roll_async.rollout.trace_tree import TraceTree
 from roll_async.schema import Completion, FinishReason, GenerateRequest, Outcome, SamplingParams
@@ -208,11 +208,10 @@ class Session(TurnHandler):
     ) -> TurnReply:
         ids = completion.token_ids
         ended = len(ids) > 0 and ids[-1] in self._renderer.end_ids
-        text, content, found = await self._off_loop(
-            lambda: self._read(ids[:-1] if ended else ids), len(ids) > _INLINE_CHARACTERS
+        text, thought, content, found = await self._off_loop(
+            lambda: self._read(ids[:-1] if ended else ids, plan.parts[-1]), len(ids) > _INLINE_CHARACTERS
         )
         number = f"{self.name}+{node}"
-        thought = thought_of(plan.parts[-1], text, self._renderer.thoughts)
         good = [call for call in found if not call.problem]
         # The text of a model has no ids, and clients answer calls by them.
         calls = tuple(replace(call, call_id=f"call_{node}_{i}") for i, call in enumerate(good))
@@ -237,10 +236,11 @@ class Session(TurnHandler):
         )
         return reply
 
-    def _read(self, ids: array) -> tuple[str, str, list[ToolCall]]:
+    def _read(self, ids: array, before: str) -> tuple[str, Thought, str, list[ToolCall]]:
         text = self._renderer.decode(ids)
+        thought = thought_of(before, text, self._renderer.thoughts)
         # Also of a turn that was cut: clients are told of the call that it began.
-        return text, *self._renderer.calls.read(text, unclosed=True)
+        return text, thought, *self._renderer.calls.read(text, unclosed=True)
 
     async def _off_loop(self, work: Callable[[], T], is_long: bool) -> T:
         if self._executor is None or not is_long:
