@@ -19,8 +19,8 @@ from typing import Protocol, TypeVar
 from roll_async.agents.messages import ChatDigest, Message, TurnReply, TurnRequest
 from roll_async.agents.rendering import Renderer, SampledTurn
 from roll_async.agents.turn_handler import BadRequest, TurnHandler
-from roll_async.observe.thoughts import thought_of
-from roll_async.prompts.tool_calls import PROMPT_END, ToolCall
+from roll_async.observe.thoughts import Thought, opening_at_end, thought_of
+from roll_async.prompts.tool_calls import ToolCall
 from roll_async.rollout.trace_tree import TraceTree
 from roll_async.schema import Completion, FinishReason, GenerateRequest, Outcome, SamplingParams
 
@@ -137,7 +137,7 @@ class Session(TurnHandler):
         if completion.finish_reason is FinishReason.ABORT:
             raise self._end_with(Outcome.CANCELLED, "the request was aborted")
         node = tree.add_turn(parent, completion, started_s=started_s)
-        return await self._reply(request, plan, node, completion, prompt)
+        return await self._reply(request, plan, node, completion, len(prompt))
 
     async def count_tokens(self, request: TurnRequest) -> int:
         """Tokens of the prompt that a turn would have; nothing is recorded."""
@@ -196,14 +196,13 @@ class Session(TurnHandler):
         return _Plan(parent, new_ids, rendered.text, (), reason if self.tree.nodes else None, digest, tools)
 
     async def _reply(
-        self, request: TurnRequest, plan: _Plan, node: int, completion: Completion, prompt: array
+        self, request: TurnRequest, plan: _Plan, node: int, completion: Completion, prompt_tokens: int
     ) -> TurnReply:
         ids = completion.token_ids
-        text, content, found = await self._off_loop(
-            lambda: self._read(prompt, ids, request.tools), len(ids) > _INLINE_CHARACTERS
+        text, thought, content, found = await self._off_loop(
+            lambda: self._read(ids, plan.before, request.tools), len(ids) > _INLINE_CHARACTERS
         )
         number = f"{self.name}+{node}"
-        thought = thought_of(plan.before, text, self._renderer.thoughts)
         good = [call for call in found if not call.problem]
         # The text of a model has no ids, and clients answer calls by them.
         calls = tuple(replace(call, call_id=f"call_{node}_{i}") for i, call in enumerate(good))
@@ -214,7 +213,7 @@ class Session(TurnHandler):
             content=content,
             tool_calls=calls,
             finish_reason=finish,
-            prompt_tokens=len(prompt),
+            prompt_tokens=prompt_tokens,
             completion_tokens=len(ids),
             node=node,
             problems=tuple(call for call in found if call.problem),
@@ -228,11 +227,12 @@ class Session(TurnHandler):
         return reply
 
     def _read(
-        self, prompt: array, ids: array, tools: Sequence[Mapping[str, object]]
-    ) -> tuple[str, str, list[ToolCall]]:
-        text, calls = self._renderer.said(ids), self._renderer.calls
+        self, ids: array, before: str, tools: Sequence[Mapping[str, object]]
+    ) -> tuple[str, Thought, str, list[ToolCall]]:
+        text, thoughts = self._renderer.said(ids), self._renderer.thoughts
+        opened = opening_at_end(before, thoughts)
         # Also of a turn that was cut: clients are told of the call that it began.
-        return text, *calls.read(text, tools, opened=calls.opened_by(self._renderer.said(prompt[-PROMPT_END:])))
+        return text, thought_of(opened, text, thoughts), *self._renderer.calls.read(text, tools, opened=opened)
 
     async def _off_loop(self, work: Callable[[], T], is_long: bool) -> T:
         if self._executor is None or not is_long:

@@ -45,10 +45,17 @@ THINK = (ThoughtMarks("<think>", "</think>"),)
 _FAMILIES = (
     ThoughtMarks("[THINK]", "[/THINK]"),  # Mistral
     ThoughtMarks("<|channel>thought", "<channel|>"),  # Gemma 4
-    ThoughtMarks(  # gpt-oss; each message ends in <|end|>
+    # Of gpt-oss and of ATEM (Muse) every message ends so, and a thought is one of them.
+    ThoughtMarks(
         "<|channel|>analysis<|message|>",
         "<|end|>",
         head=r"(?:<\|start\|>assistant)?<\|channel\|>final<\|message\|>|<\|start\|>[^<]*(?:<\|channel\|>[^<]*)?\Z",
+        closes_alone=False,
+    ),
+    ThoughtMarks(
+        "to=self<|message|>",
+        "<|eom|>",
+        head=r"(?:<\|start\|>assistant)?<\|message\|>|<\|start\|>[^<]*\Z",
         closes_alone=False,
     ),
     ThoughtMarks("<|START_THINKING|>", "<|END_THINKING|>"),  # Cohere
@@ -83,7 +90,13 @@ def marks_of(tokenizer: PreTrainedTokenizerBase, template: str | None = None) ->
     source = template or tokenizer.chat_template or ""
     source = source if isinstance(source, str) else "\n".join(source.values())  # several by name
     added = {token.content for token in tokenizer.added_tokens_decoder.values()}
-    return THINK + tuple(marks for marks in _FAMILIES if marks.opening in source or marks.opening in added)
+
+    def shown(text: str) -> bool:
+        return text in source or text in added
+
+    # Some templates only take thoughts out of earlier turns, and have the closing mark alone.
+    found = (each for each in _FAMILIES if shown(each.opening) or (each.closes_alone and shown(each.closing)))
+    return (*THINK, *found)
 
 
 def opening_at_end(rendered: str, marks: Sequence[ThoughtMarks] = THINK) -> str:

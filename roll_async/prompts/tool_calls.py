@@ -22,8 +22,6 @@ Span = tuple[int, int, "ToolCall | None"]
 """(start, end) in a text and the call that stands there; None for marks around calls."""
 Kinds = Mapping[str, Mapping[str, object]]
 """By function, its parameters' JSON schemas."""
-PROMPT_END = 64
-"""Tokens of a prompt that are read for the mark of a thought: one may be letters."""
 _BESIDE = frozenset({"id", "type"})
 """Keys that families write beside name and arguments."""
 _MOST_MARKS = 8
@@ -80,17 +78,12 @@ class CallFormat:
         same.thoughts = thoughts
         return same
 
-    def opened_by(self, prompt: str) -> str:
-        """The mark of a thought that a prompt, or its last characters, ends in; "" for none."""
-        end = prompt.rstrip()
-        return next((each.opening for each in self.thoughts if end.endswith(each.opening)), "")
-
     def read(
         self, text: str, tools: Sequence[Mapping[str, object]] = (), *, opened: str = ""
     ) -> tuple[str, list[ToolCall]]:
         """(text without well-formed calls, all calls in the order of the text, malformed ones with their problem), in
         time linear in the text. `tools`: their schemas tell texts from numbers where the form does not. `opened`: by
-        the prompt (`opened_by`). Calls inside thoughts are none.
+        the prompt (`observe/thoughts.py: opening_at_end`). Calls inside thoughts are none.
         """
         kinds = kinds_of(tools)
         begins, problem = self._after_thoughts(text, kinds, opened)

@@ -16,8 +16,9 @@ from functools import partial
 from typing import Protocol
 
 from roll_async.observe.outside import OutsideError, asked, encodable, text_of
+from roll_async.observe.thoughts import opening_at_end
 from roll_async.prompts.row_tools import RowTools, tools_of_row
-from roll_async.prompts.tool_calls import PROMPT_END, CallFormat, ToolCall, name_of
+from roll_async.prompts.tool_calls import CallFormat, ToolCall, name_of
 from roll_async.rollout.trace_tree import TraceTree
 from roll_async.schema import Completion, FinishReason, Prompt, Sample
 
@@ -27,6 +28,8 @@ _LONGEST_RESULT = 20_000
 """Characters of a result, or of an error."""
 _MOST_CALLS = 64
 """Of one turn; those beyond it are not run."""
+_PROMPT_END = 64
+"""Tokens of a prompt that are read for the mark of a thought: one may be letters."""
 _ANY = RowTools()
 
 
@@ -134,7 +137,7 @@ class ToolCompletionCallback:
             return None
         codec, ids = self._codec, completion.token_ids
         before = tree.token_ids(tree.turns[-1])[: -len(ids)]
-        opened = codec.calls.opened_by(codec.said(before[-PROMPT_END:]))
+        opened = opening_at_end(codec.said(before[-_PROMPT_END:]), codec.calls.thoughts)
         calls = self.find_calls(opened + codec.said(ids))
         if not calls:
             return None

@@ -19,8 +19,8 @@ from roll_async.observe.thoughts import (
 QWEN = "<|im_start|>user\n9+9?<|im_end|>\n<|im_start|>assistant\n"
 OPENED = QWEN + "<think>\n"
 ALL = (*THINK, *_FAMILIES)
-GPT_OSS = next(marks for marks in ALL if "analysis" in marks.opening)
-TAGGED = [marks for marks in ALL if marks is not GPT_OSS]
+GPT_OSS, MUSE = (marks for marks in ALL if not marks.closes_alone)
+TAGGED = [marks for marks in ALL if marks.closes_alone]
 BY_OPENING = {"ids": lambda marks: marks.opening}
 
 
@@ -99,6 +99,19 @@ def test_channels_of_gpt_oss(text, rest, unfinished):
     assert thought_of("<|start|>assistant", text, [GPT_OSS])[1:] == (rest, unfinished)
 
 
+@pytest.mark.parametrize(
+    ("text", "rest", "unfinished"),
+    [
+        (" to=self<|message|>7? no<|eom|><|start|>assistant<|message|>18", "18", False),
+        ("<|message|>18", "18", False),
+        (" to=self<|message|>7? no", "", True),
+        (" to=self<|message|>7? no<|eom|><|start|>assis", "", False),
+    ],
+)
+def test_messages_of_a_muse_to_itself(text, rest, unfinished):
+    assert thought_of("<|start|>assistant", text, [MUSE])[1:] == (rest, unfinished)
+
+
 PIECES = st.lists(
     st.sampled_from(["<think>", "</think>", "<thi", "nk>", "</", "think>", "[THINK]", "[/THINK]", "18 ", "\n", "<"])
 ).map("".join)
@@ -152,6 +165,10 @@ def test_marks_are_those_of_the_template_and_of_the_vocabulary():
     assert marks_of(make_family("llama-3")) == THINK
     gemma4 = "{{ '<|channel>thought\n' + messages[0].reasoning + '\n<channel|>' }}"
     assert [m.closing for m in marks_of(make_family("llama-3", gemma4))] == ["</think>", "<channel|>"]
+    strips = "{{ messages[0].content.split('<channel|>')[-1] }}"
+    assert [m.closing for m in marks_of(make_family("llama-3", strips))] == ["</think>", "<channel|>"]
+    phi = "{{ messages[0].content + '<|end|>' }}"  # ends every turn of Phi, and a thought of gpt-oss
+    assert marks_of(make_family("llama-3", phi)) == THINK
     mistral = make_family("llama-3")
     mistral.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]"]})
     assert [m.closing for m in marks_of(mistral)] == ["</think>", "[/THINK]"]
