@@ -91,8 +91,8 @@ def _question(row: object) -> Question:
 
 
 def _chat(row: Mapping[str, object]) -> tuple[str | None, str]:
-    """(question, instructions): the turn of the user, and the system's or developer's. Raises ValueError for a chat that
-    has others: they would be lost.
+    """(question, instructions): the turn of the user, and the system's or developer's. Raises ValueError for a chat
+    that has others: they would be lost.
     """
     turns = row.get("question", row.get("messages", row.get("prompt")))
     if isinstance(turns, str) and "question" not in row and turns.lstrip().startswith("["):
