@@ -281,6 +281,7 @@ class ChatEncoder:
         if self._template is None and tokenizer.chat_template is None:
             raise ValueError("template native: this tokenizer has no chat template; choose chatml or base")
         self._source = tokenizer.get_chat_template(self._template)
+        self._demands_thoughts = not keeps_thoughts(self._source)
         self._form_of = lru_cache(_SHAPES)(self._find_form)
 
     def render(
@@ -303,7 +304,7 @@ class ChatEncoder:
         ]
 
     def _text(self, chat: Sequence[Turn]) -> tuple[str, bool]:
-        shape, _ = marked(chat, thoughts=not keeps_thoughts(self._source))
+        shape, _ = marked(chat, thoughts=self._demands_thoughts)
         form = self._form_of(json.dumps(shape))
         if isinstance(form, str):
             return form, True
@@ -314,7 +315,7 @@ class ChatEncoder:
 
     def _find_form(self, shape: str) -> Form | str:
         """The form in which the template says all of a chat of this shape, or why there is none."""
-        chat, keys = marked(json.loads(shape), thoughts=not keeps_thoughts(self._source))
+        chat, keys = marked(json.loads(shape), thoughts=self._demands_thoughts)
         refused, left_out = "", None
         for form in forms_for(self._source, chat):
             try:

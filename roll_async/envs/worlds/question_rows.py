@@ -91,7 +91,9 @@ def _question(row: object) -> Question:
 
 
 def _chat(row: Mapping[str, object]) -> tuple[str | None, str]:
-    """(question, instructions): the last turn of the user, and the system's."""
+    """(question, instructions): the turn of the user, and the system's or developer's. Raises ValueError for a chat
+    that has others: they would be lost.
+    """
     turns = row.get("question", row.get("messages", row.get("prompt")))
     if isinstance(turns, str) and "question" not in row and turns.lstrip().startswith("["):
         turns = json.loads(turns)
@@ -99,10 +101,22 @@ def _chat(row: Mapping[str, object]) -> tuple[str | None, str]:
         return turns, ""
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise ValueError("the chat must be a list of {role: text, content: text}")
-    said = {str(turn.get("role")): str(turn.get("content")) for turn in turns}
-    if "user" not in said:
+    roles = ["system" if turn.get("role") == "developer" else str(turn.get("role")) for turn in turns]
+    if "user" not in roles:
         raise ValueError("the chat has no turn of the user")
+    if len(turns) > len({*roles}) or {*roles} - {"system", "user"}:
+        raise ValueError(f"a world asks one question, and the chat has turns of {', '.join(roles)}; join them in one")
+    said = dict(zip(roles, (_text(turn.get("content")) for turn in turns), strict=True))
     return said["user"], said.get("system", "")
+
+
+def _text(content: object) -> str:
+    """Of a string, or of a list of text parts."""
+    parts = content if isinstance(content, list) else [{"text": content}]
+    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{content!r:.60} is no text; write a string or a list of parts of type text")
+    return "".join(map(str, texts))
 
 
 def _column(row: Mapping[str, object], name: str) -> object:

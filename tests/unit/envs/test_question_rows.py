@@ -23,6 +23,14 @@ def test_one_file_serves_rlvr_runs_and_worlds(tmp_path):
         assert read_questions(str(tmp_path / name)) == [wanted], name
 
 
+def test_a_developer_instructs_as_the_system_does_and_parts_are_one_text(tmp_path):
+    question = {"role": "user", "content": [{"type": "text", "text": "6*"}, {"type": "text", "text": "7="}]}
+    row = {"messages": [{"role": "developer", "content": "Be brief."}, question], "ground_truth": "42"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    wanted = Question("6*7=", "42", {"instructions": "Be brief."})
+    assert read_questions(str(tmp_path / "rows.jsonl")) == [wanted]
+
+
 @pytest.mark.parametrize(
     ("row", "says"),
     [
@@ -32,6 +40,15 @@ def test_one_file_serves_rlvr_runs_and_worlds(tmp_path):
         ({"question": "1+1=", "answer": "2", "interaction_kwargs": {"file": "x"}}, "interaction_kwargs may hold grade"),
         ({"question": "1+1=", "answer": "2", "interaction_kwargs": "x"}, "Expecting value"),
         ([1], "a row must be an object"),
+        (
+            {"messages": [{"role": r, "content": "x"} for r in ("user", "assistant", "user")], "ground_truth": "2"},
+            "a world asks one question, and the chat has turns of user, assistant, user; join them in one",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}], "ground_truth": "2"},
+            "is no text; write a str",
+        ),
+        ({"messages": [{"role": "user", "content": None}], "ground_truth": "2"}, "None is no text; write a string"),
     ],
 )
 def test_a_row_that_is_no_question_is_refused_with_its_line(tmp_path, row, says):
