@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from roll_async.rewards.math_rule import MathRule, same_value
+from roll_async.rewards.math_rule import MathRule
+from roll_async.rewards.maths.equality import same_value
 
 hypothesis = pytest.importorskip("hypothesis")
 pytest.importorskip("math_verify")
