@@ -30,7 +30,9 @@ _SPANS = re.compile(
 _BETWEEN_SPANS = re.compile(r"\s*(?:,|;|and|or|,\s*and|,\s*or)\s*")
 _UNKNOWN = re.compile(r"(?:\$|\\\()\s?[A-Za-z]\s?(?:\$|\\\))")
 _WORDS = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
-_ONE_NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d{1,3}(?:[, ]\d{3})+(?![\d,])(?:\.\d+)?|\d+,\d+(?![\d,])|\d+(?:\.\d+)?(?:/\d+)?)")
+_ONE_NUMBER = re.compile(
+    r"(?<![\w.])[-+]?(?:\d{1,3}(?:[, ]\d{3})+(?![\d,])(?:\.\d+)?|\d+,\d+(?![\d,])|\d+(?:\.\d+)?(?:/\d+)?)"
+)
 
 
 class MathRule:

@@ -26,9 +26,7 @@ _TITLE = re.compile(
     re.IGNORECASE,
 )
 _LETTER = r"[(\[<']?([A-Z])[)\]>']?"
-_LETTERS = re.compile(
-    rf"{_LETTER}(?:(?:\s{{0,2}}(?:,|;|&|/|\band\b|\+)\s{{0,2}}){{1,2}}{_LETTER})*(?=[\s.:;,!?)(]|$)"
-)
+_LETTERS = re.compile(rf"{_LETTER}(?:(?:\s{{0,2}}(?:,|;|&|/|\band\b|\+)\s{{0,2}}){{1,2}}{_LETTER})*(?=[\s.:;,!?)(]|$)")
 _ONE = re.compile(r"\(?\b([A-Z])\b\)?")
 _ANOTHER = re.compile(
     r"\s*,?\s*(?:\b(?:or|nor|vs\.?|not)\b|/|\||->)(?:\s*(?:maybe|perhaps|possibly))?\s*[(\[<]?[A-Z](?![\w'])"
@@ -101,8 +99,8 @@ def _stated(text: str, choices: Mapping[str, str], form: str) -> frozenset[str]:
 
 
 def _letters(answer: str, choices: Mapping[str, str]) -> frozenset[str]:
-    r"""{"B"} of "B", "(B)", "\text{B}", "B. Paris" or the text of choice B; {"A", "C"} of "A, C", "A and C" or "AC". One
-    of two, as in "A or C", is no answer.
+    r"""{"B"} of "B", "(B)", "\text{B}", "B. Paris" or the text of choice B; {"A", "C"} of "A, C", "A and C" or "AC".
+    One of two, as in "A or C", is no answer.
     """
     plain = _without_markup(answer).strip().strip("'")
     # Before the letters: the text of a choice may be one letter itself.

@@ -13,7 +13,7 @@ from roll_async.rewards.maths.ranges import range_of
 from roll_async.rewards.maths.writing import NUMBER, readings, writes_decimal_comma
 
 if TYPE_CHECKING:
-    from sympy import Basic, MatrixBase
+    from sympy import Basic, Expr, MatrixBase
 
 _INTEGER = re.compile(r"[-+]?\d{1,100}", re.ASCII)
 _TEXT = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s?\{([^{}]*)\}")
@@ -91,11 +91,11 @@ def _same(stated: str, reference: str) -> bool:
 def _same_range(stated: str, reference: str) -> bool | None:
     """Of an inequality and another, or an interval. None where neither is one, or their variables differ."""
     one, other = range_of(stated), range_of(reference)
-    if one is None or other is None or {one.text, other.text} == {stated, reference}:
+    if one is None or other is None or {one[1], other[1]} == {stated, reference}:
         return None
-    if one.variable and other.variable and one.variable != other.variable:
+    if one[0] and other[0] and one[0] != other[0]:
         return None
-    return one.text == other.text or same_expression(one.text, other.text)
+    return one[1] == other[1] or same_expression(one[1], other[1])
 
 
 @lru_cache(maxsize=4096)
@@ -129,12 +129,11 @@ def _small_numbers_agree(gold: Basic | MatrixBase | str, answer: Basic | MatrixB
         if not (isinstance(gold, Tuple) and isinstance(answer, Tuple)):
             one, other = (sorted(numbers, key=lambda number: default_sort_key(number[0])) for numbers in (one, other))
         return all(_agree_relatively(*pair) for pair in zip(one, other, strict=False))
-    # sympy raises what it likes for what a model writes; math-verify, which does the same, has given its verdict.
-    except Exception:
+    except Exception:  # what sympy raises for what a model writes has no limits; math-verify's verdict stands
         return True
 
 
-def _numbers(value: Basic | MatrixBase | str) -> list[tuple[Basic, Basic]]:
+def _numbers(value: Basic | MatrixBase | str) -> list[tuple[Expr, Expr]]:
     """Of a set, a point, an interval, a matrix or an equation the numbers, else the number itself: to 15 digits, and
     exactly. None of what holds unknowns.
     """
@@ -152,14 +151,14 @@ def _numbers(value: Basic | MatrixBase | str) -> list[tuple[Basic, Basic]]:
     return [(exact.evalf(), exact)] if exact is not None and exact.is_number else []
 
 
-def _agree_relatively(one: tuple[Basic, Basic], other: tuple[Basic, Basic]) -> bool:
+def _agree_relatively(one: tuple[Expr, Expr], other: tuple[Expr, Expr]) -> bool:
     from sympy import simplify
 
     larger = max(abs(one[0]), abs(other[0]))
     return _agree(abs(one[0] - other[0]), larger) or simplify(one[1] - other[1]).is_zero is True
 
 
-def _agree(difference: Decimal, larger: Decimal) -> bool:
+def _agree(difference: Decimal | Expr, larger: Decimal | Expr) -> bool:
     """Whether two numbers, of which this is the larger one, differ by no more than rounding.
 
     Six decimals hide much of a small number: below 0.01 it must agree to 1 %, below a millionth to six digits. In

@@ -9,14 +9,14 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
-SPACE = r"(?:\\[,:;! ]|~|\{\\,\}|\s)"
+SPACE = r"(?:\\[,:;! ]|\\(?:thinspace|nobreakspace)(?:\s|\{\})?|~|\{\\,\}|\s)"
 """What LaTeX and people put between thousands. Thin and no-break spaces are white space to `re`."""
 _EXPLICIT_COMMA = r"(?:\{,\}|,\\!)"
 _MARK = rf"(?:{_EXPLICIT_COMMA}|{SPACE}|[.,'\u2019])"
 _MARKS = re.compile(rf"({_MARK})")
 NUMERAL = rf"\d+(?:{_MARK}\d+)*"
 _EXPLICIT = re.compile(rf"(?<![\w.,^_])\d+(?:(?:{_EXPLICIT_COMMA}|{SPACE}|\.(?=\d+{_EXPLICIT_COMMA}))\d+)+", re.ASCII)
-"""1{,}234 and 1\,234 are one number wherever they stand: nobody writes a list so."""
+r"""1{,}234 and 1\,234 are one number wherever they stand: nobody writes a list so."""
 _MIXED = re.compile(rf"\d+{SPACE}[1-9]\d*", re.ASCII)
 """Before a slash: the 3 100 of 3 100/200."""
 _EXPLICIT_AFTER_COMMA = re.compile(rf"(?<=\d,)\d+(?:{_EXPLICIT_COMMA}\d+)+", re.ASCII)
@@ -24,12 +24,14 @@ _ARGUMENT = re.compile(rf"(?<=[a-z}}\]]\{{){NUMERAL}(?=\}})", re.ASCII)
 r"""The 1,234 of \sqrt{1,234}."""
 _BETWEEN_SEMICOLONS = re.compile(rf"(?<![\w.^_,]){NUMERAL}", re.ASCII)
 _TIMES_TEN = re.compile(
-    r"(?:([-+]?\d{1,20}(?:\.\d{1,20})?)\s?(?:\\times|\\cdot|[*x\u00d7\u00b7\u22c5])\s?|([-+]?))"
+    r"(?:([-+]?\d{1,20}(?:(?:[.,]|\{,\})\d{1,20})?)\s?(?:\\times|\\cdot|[*x\u00d7\u00b7\u22c5])\s?|([-+]?))"
     r"10\s?(?:\^|\*\*)\s?(?:\{\s?([-+]?\d{1,3})\s?\}|\(([-+]?\d{1,3})\)|([-+]?\d{1,3}))",
     re.ASCII,
 )
-_SCIENTIFIC = re.compile(r"[-+]?\d{1,20}(?:\.\d{1,20})?[eE][-+]?\d{1,3}", re.ASCII)
-_REPEATING = re.compile(r"(?<![\w.])(\d{1,9})\.(\d{0,9})\\(?:overline|bar|dot)\s?(?:\{(\d{1,9})\}|(\d))(?!\d)", re.ASCII)
+_SCIENTIFIC = re.compile(r"([-+]?\d{1,20}(?:[.,]\d{1,20})?)[eE]([-+]?\d{1,3})", re.ASCII)
+_REPEATING = re.compile(
+    r"(?<![\w.])(\d{1,9})\.(\d{0,9})\\(?:overline|bar|dot)\s?(?:\{(\d{1,9})\}|(\d))(?!\d)", re.ASCII
+)
 
 
 def decimal_of(numeral: str, decimal_comma: bool = False) -> str | None:
@@ -80,12 +82,15 @@ def join_numerals(text: str, decimal_comma: bool = False) -> str:
 
 def power_of_ten(text: str) -> str | None:
     r"""The decimal number that `1.5e3`, `1.5 \times 10^{3}` or `10^{-6}` is, when the text is nothing else."""
-    if _SCIENTIFIC.fullmatch(text):
-        return f"{Decimal(text):f}"
-    found = _TIMES_TEN.fullmatch(text)
-    if found is None:
+    typed, latex = _SCIENTIFIC.fullmatch(text), _TIMES_TEN.fullmatch(text)
+    if typed is not None:
+        factor, exponent = typed.groups()
+    elif latex is not None:
+        factor, exponent = latex[1] or latex[2] + "1", latex[3] or latex[4] or latex[5]
+    else:
         return None
-    return f"{Decimal((found[1] or found[2] + '1') + 'e' + (found[3] or found[4] or found[5])):f}"
+    sign, number = "-" if factor.startswith("-") else "", decimal_of(factor.lstrip("+-"))
+    return None if number is None else f"{Decimal(f'{sign}{number}e{exponent}'):f}"
 
 
 def _kind(mark: str) -> str:

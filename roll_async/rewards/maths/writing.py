@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from decimal import Decimal
 
 from roll_async.rewards.maths.numerals import (
     NUMERAL,
@@ -20,24 +21,33 @@ NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?|[-+]?\.\d+", re.ASCII)
 _UNIT = r"(?:\s?\\?%|(?:\\[A-Za-z ,!;:]|[A-Za-z\s/.{}()~\u00b0-]|\^\{?(?:\\circ|[23])\}?)*)"
 _WHOLE = re.compile(rf"((?:[A-Za-z]\s?=\s?)?[-+]?\s?)({NUMERAL})({_UNIT})", re.ASCII)
 """One number, 1,234 or 0,5, perhaps with a unit: its marks are no list's."""
+_SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_SCALED = re.compile(rf"\s{{0,3}}({'|'.join(_SCALES)})((?![A-Za-z]).*)")
 _HEDGE = re.compile(
     r"(?:(?:therefore|thus|hence|then|approximately|about|roughly|around|exactly|simply|just|only"
     r"|(?:the\s)?(?:final\s)?answer(?:\sis)?\s?[:=]?)\s{1,3}"
-    r"|(?:\\approx|\\simeq|\u2248)\s{0,3}){1,3}",
+    r"|(?:\\approx|\\simeq|[=\u2248])\s{0,3}){1,3}",
     re.IGNORECASE,
 )
 """In front of a value that is the same without it."""
 _MIXED = re.compile(r"([-+]?)(\d{1,6})\s([1-9]\d{0,3})/(\d{1,4})", re.ASCII)
 _ASSIGNED = re.compile(r"([A-Za-z]\s?=\s?)?(.*)", re.DOTALL)
 _CURRENCY = "\u20ac\u00a3\u00a5\u20b9"
+_SUPERSCRIPTS = "\u2070\u00b9\u00b2\u00b3\u2074-\u207b"
 _KEYBOARD = (
     (re.compile(r"[\u2212\ufe63\uff0d]|^[\u2013\u2010\u2011](?=\s?[\d.\\])"), lambda m: "-"),
     (re.compile(r"\u221a\s?(?:(?=\()|(\d{1,20}|[a-z]))"), lambda m: rf"\sqrt{{{m[1]}}}" if m[1] else r"\sqrt"),
     (re.compile(r"[\u00bc-\u00be\u2153-\u215e]"), lambda m: _vulgar(m[0])),
+    (re.compile(r"(?<=\d)\s?([cdkm]?m)[\u00b2\u00b3]"), lambda m: rf"\text{{ {m[1]}}}"),
+    (
+        re.compile(f"[{_SUPERSCRIPTS}]+"),
+        lambda m: f"^{{{unicodedata.normalize('NFKC', m[0]).replace(chr(0x2212), '-')}}}",
+    ),
     (re.compile(r"(?<=[\w)}])\s?\*\*\s?(?:(\d{1,6})|(?=[a-z({-]))"), lambda m: f"^{{{m[1]}}}" if m[1] else "^"),
     (re.compile(r"(?<![A-Za-z\\])pi(?![A-Za-z])"), lambda m: r"\pi "),
     (re.compile(r"\u221e"), lambda m: r"\infty "),
-    (re.compile(r"\u00b0"), lambda m: r"^\circ "),
+    (re.compile(r"\u00b0|\\degrees?(?![A-Za-z])"), lambda m: r"^\circ "),
+    (re.compile(r"\u2205|\\varnothing(?![A-Za-z])"), lambda m: r"\emptyset "),
     (re.compile(r"\\(?:mathrm|text|mathbf|operatorname)\s?\{\s?([ei])\s?\}"), lambda m: f" {m[1]}"),
     (
         re.compile(r"\\text\s?\{([^{}]*(?<![A-Za-z])(?:thousand|million|billion|trillion|dozen|more|less)[^{}]*)\}"),
@@ -68,7 +78,8 @@ def readings(answer: str, decimal_comma: bool = False) -> list[str]:
     whole = _WHOLE.fullmatch(text)
     number = decimal_of(whole[2], decimal_comma) if whole else None
     if whole and number is not None and not _MIXED.fullmatch(text):
-        joined = whole[1] + number + whole[3]
+        scaled = _SCALED.fullmatch(whole[3])
+        joined = whole[1] + (f"{_SCALES[scaled[1]] * Decimal(number):f}{scaled[2]}" if scaled else number + whole[3])
         return [joined, text] if may_be_list(whole[2]) and not whole[3].strip() else [joined]
     power = power_of_ten(join_numerals(value))
     if power is not None:  # in LaTeX the e of 1e5 is Euler's number
