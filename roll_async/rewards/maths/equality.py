@@ -122,11 +122,16 @@ def _parsed(answer: str) -> tuple[Basic | MatrixBase | str, ...]:
 
 def _small_numbers_agree(gold: Basic | MatrixBase | str, answer: Basic | MatrixBase | str) -> bool:
     """Whether the small numbers of two answers that are equal to six decimals are equal relatively, too."""
-    from sympy import Tuple, default_sort_key
+    from sympy import Number, Tuple, default_sort_key
 
+    if isinstance(gold, Number) and 100 * abs(gold) >= 1:  # most are, and need no evaluation
+        return True
     try:
-        one, other = _numbers(gold), _numbers(answer)
-        if not (isinstance(gold, Tuple) and isinstance(answer, Tuple)):
+        one = _numbers(gold)
+        if all(100 * abs(number) >= 1 for number, _ in one):
+            return True
+        other = _numbers(answer)
+        if len(one) > 1 and not (isinstance(gold, Tuple) and isinstance(answer, Tuple)):
             one, other = (sorted(numbers, key=lambda number: default_sort_key(number[0])) for numbers in (one, other))
         return all(_agree_relatively(*pair) for pair in zip(one, other, strict=False))
     except Exception:  # what sympy raises for what a model writes has no limits; math-verify's verdict stands

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from decimal import Decimal
+from functools import lru_cache
 
 from roll_async.rewards.maths.numerals import (
     NUMERAL,
@@ -63,14 +64,15 @@ _NEXT_ARGUMENT = re.compile(r"\s?(?:\\left)?(?=\()")
 _ROOTS = re.compile(r"(?<![A-Za-z\\])\\?(sqrt|cbrt)\s?(\[[^\[\]]{1,20}\])?\s?\{")
 
 
-def readings(answer: str, decimal_comma: bool = False) -> list[str]:
+@lru_cache(maxsize=4096)
+def readings(answer: str, decimal_comma: bool = False) -> tuple[str, ...]:
     """What the answer may say, in LaTeX: mostly one text; two for `1,2`, which is 1.2 or a list.
 
-    `decimal_comma` decides `1,234`: 1.234 with it, else 1234.
+    `decimal_comma` decides `1,234`: 1.234 with it, else 1234. Kept: all samples of a group have the same reference.
     """
     text = _bare(answer)
     if NUMBER.fullmatch(text):
-        return [text]
+        return (text,)
     for pattern, latex in _KEYBOARD:
         text = pattern.sub(latex, text)
     text = text.strip()
@@ -80,12 +82,12 @@ def readings(answer: str, decimal_comma: bool = False) -> list[str]:
     if whole and number is not None and not _MIXED.fullmatch(text):
         scaled = _SCALED.fullmatch(whole[3])
         joined = whole[1] + (f"{_SCALES[scaled[1]] * Decimal(number):f}{scaled[2]}" if scaled else number + whole[3])
-        return [joined, text] if may_be_list(whole[2]) and not whole[3].strip() else [joined]
+        return (joined, text) if may_be_list(whole[2]) and not whole[3].strip() else (joined,)
     power = power_of_ten(join_numerals(value))
     if power is not None:  # in LaTeX the e of 1e5 is Euler's number
-        return [name + power]
+        return (name + power,)
     text = _MIXED.sub(r"\1\2\\frac{\3}{\4}", text) if _MIXED.fullmatch(text) else text
-    return [_braced(join_numerals(text, decimal_comma))]
+    return (_braced(join_numerals(text, decimal_comma)),)
 
 
 def plain(answer: str) -> str:

@@ -452,7 +452,7 @@ def test_a_comma_before_three_digits_begins_decimals_only_beside_a_reference_tha
     ]  # fmt: skip
     assert decimal_of("1,234", decimal_comma=True) == "1.234"
     assert has_decimal_comma("12,5") and not has_decimal_comma("1,234") and not has_decimal_comma("1,2,3")
-    assert readings("1,2") == ["1.2", "1,2"] and readings("1{,}2") == ["1.2"]
+    assert readings("1,2") == ("1.2", "1,2") and readings("1{,}2") == ("1.2",)
 
 
 @pytest.mark.parametrize(
