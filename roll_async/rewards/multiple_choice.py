@@ -4,14 +4,36 @@ from __future__ import annotations
 
 import json
 import re
+import unicodedata
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 from roll_async.rewards.answers import after_thinking, check_answer_format, format_of, stated_answer
 from roll_async.rewards.verdict import Verdict, no_answer
 
-_COMMAND = re.compile(r"\\[a-zA-Z]{1,20}\s?\{?|[{}$*`_]")
-_LETTERS = re.compile(r"\(?([A-Z])\)?(?:(?:\s{0,2}(?:,|;|&|/|\band\b|\+)\s{0,2}){1,2}\(?([A-Z])\)?)*(?=[\s.:)]|$)")
+_MARKUP = (
+    (re.compile(r"\\(?:lor|vee)(?![A-Za-z])"), " or "),
+    (re.compile(r"\\(?:land|wedge)(?![A-Za-z])"), " and "),
+    (re.compile(r"\\mid(?![A-Za-z])"), "|"),
+    (re.compile(r"\\&"), "&"),
+    (re.compile(r"\\(?:quad|qquad|to)(?![A-Za-z])|\\[,;:! ()\[\]]|~"), " "),
+    (re.compile(r"\\(?:text)?color(?:box)?\s?\{[^{}]{0,30}\}"), ""),
+    (re.compile(r"\\[a-zA-Z]{1,20}\s?\{?|\\[{}$]|[{}$*`_\"\u201c\u201d]|</?[a-z]{1,10}>"), ""),
+)
+"""Of LaTeX and Markdown what stands around a letter, and what stands for a word."""
+_TITLE = re.compile(
+    r"(?:(?:the\s)?(?:final\s|correct\s)?(?:answer|option|choice)s?(?:\s(?:is|are))?\s?:?\s+)+(?=[(\[]?[A-Za-z]\b)",
+    re.IGNORECASE,
+)
+_LETTER = r"[(\[<']?([A-Z])[)\]>']?"
+_LETTERS = re.compile(rf"{_LETTER}(?:(?:\s{{0,2}}(?:,|;|&|/|\band\b|\+)\s{{0,2}}){{1,2}}{_LETTER})*(?=[\s.:;,!?)(]|$)")
 _ONE = re.compile(r"\(?\b([A-Z])\b\)?")
+_ANOTHER = re.compile(
+    r"\s*,?\s*(?:\b(?:or|nor|vs\.?|not)\b|/|\||->)(?:\s*(?:maybe|perhaps|possibly))?\s*[(\[<]?[A-Z](?![\w'])"
+    r"|(?:\s*[(\[<]?[A-Z][)\]>]?(?![\w'.:]))+\s*$"
+    r"|\s(?:is|are)\s(?:wrong|incorrect|false|not)\b"
+)
+"""Behind a letter: one of several, or no answer at all."""
 _RUN = re.compile(r"[A-Z]{2,10}")
 _ARTICLE = re.compile(r"a\b.*", re.DOTALL)
 """In a sentence, a small a is no letter of a choice."""
@@ -60,10 +82,11 @@ def _stated(text: str, choices: Mapping[str, str], form: str) -> frozenset[str]:
     if form not in ("auto", "the_answer_is"):
         return frozenset()
     visible = after_thinking(text)
-    phrases = _PHRASE.findall(visible)
+    phrase = deque(_PHRASE.finditer(visible), maxlen=1)
     # The pattern ignores case for its words; the letter of a choice is a capital.
-    if phrases and phrases[-1].isupper():
-        return frozenset(phrases[-1])
+    if phrase and phrase[0][1].isupper():
+        behind = visible[phrase[0].end() :].lstrip(")]*")
+        return frozenset() if _ANOTHER.match(_without_markup(behind[:80])) else frozenset(phrase[0][1])
     if form != "auto":
         return frozenset()
     lines = visible.strip().splitlines()
@@ -76,19 +99,33 @@ def _stated(text: str, choices: Mapping[str, str], form: str) -> frozenset[str]:
 
 
 def _letters(answer: str, choices: Mapping[str, str]) -> frozenset[str]:
-    r"""{"B"} of "B", "(B)", "\text{B}", "B. Paris" or the text of choice B; {"A", "C"} of "A, C", "A and C" or "AC"."""
-    plain = _COMMAND.sub("", answer).strip()
+    r"""{"B"} of "B", "(B)", "\text{B}", "B. Paris" or the text of choice B; {"A", "C"} of "A, C", "A and C" or "AC".
+    One of two, as in "A or C", is no answer.
+    """
+    plain = _without_markup(answer).strip().strip("'")
     # Before the letters: the text of a choice may be one letter itself.
     by_text = [letter for letter, text in choices.items() if _same_text(text, plain)]
     if by_text:
         return frozenset(by_text)
+    title = _TITLE.match(plain)
+    plain = plain[title.end() :] if title else plain
     if _RUN.fullmatch(plain) and len(set(plain)) == len(plain):
         return frozenset(plain)
     stated = _LETTERS.match(plain)
     if not stated:
-        return frozenset(plain.upper()) if re.fullmatch(r"\(?[a-z]\)?", plain) and len(plain) == 1 else frozenset()
+        small = re.fullmatch(r"[(\[]?([a-z])[)\]]?", plain)
+        return frozenset(small[1].upper()) if small else frozenset()
+    if _ANOTHER.match(plain, stated.end()):
+        return frozenset()
     found = frozenset(_ONE.findall(stated[0]))
     return found if not choices or found <= choices.keys() else frozenset()
+
+
+def _without_markup(text: str) -> str:
+    text = unicodedata.normalize("NFKC", text)
+    for pattern, instead in _MARKUP:
+        text = pattern.sub(instead, text)
+    return text
 
 
 def _choices(text: str) -> dict[str, str]:

@@ -1,15 +1,21 @@
-"""Properties of equality: any expression equals itself in another writing, and no number equals a list."""
+"""Properties of equality: any expression equals itself in another writing, no number equals a list, and no number
+another one in whatever writing.
+"""
 
 from dataclasses import dataclass
+from decimal import Decimal
 
 import pytest
 
-from roll_async.rewards.math_rule import MathRule, same_value
+from roll_async.rewards.math_rule import MathRule
+from roll_async.rewards.maths.equality import same_value
 
 hypothesis = pytest.importorskip("hypothesis")
 pytest.importorskip("math_verify")
 st = hypothesis.strategies
 SETTINGS = hypothesis.settings(max_examples=80, deadline=None, derandomize=True, database=None)
+FEW = hypothesis.settings(SETTINGS, max_examples=15)
+"""Where an example is many comparisons by the parser."""
 
 
 @dataclass(frozen=True)
@@ -123,3 +129,118 @@ def test_no_number_equals_a_list_and_no_list_a_number(write, style, form):
 def test_no_list_equals_one_of_its_parts(write, style):
     parts = write(PLAIN).strip(r"()[]\{}").split(",")
     assert not same_value(parts[0], write(style)) and not same_value(write(style), parts[0]), parts
+
+
+# A grouped number has no less than 1,000 and its first group no zero in front.
+THOUSANDS = [",", "{,}", r"\,", r"\ ", r"\;", r"\:", "~", " ", "\u00a0", "\u2009", "\u202f", "'"]
+DECIMALS = st.decimals(min_value=1000, max_value=10**9, places=2).filter(lambda value: value % 1)
+
+
+def grouped(whole, separator):
+    return f"{whole:,}".replace(",", separator)
+
+
+def spelled(value, separator, mark):
+    """1234.5 as `1 234,5`."""
+    whole, _, decimals = f"{value:f}".partition(".")
+    return grouped(int(whole), separator) + (mark + decimals if decimals else "")
+
+
+def others(value):
+    return [value * 10, value * 1000, value / 10, value / 1000, -value, value + 1]
+
+
+@FEW
+@hypothesis.given(st.integers(1000, 10**9), st.sampled_from(THOUSANDS), st.sampled_from(["", "-", "x = "]))
+def test_a_number_is_itself_with_any_thousands_and_never_another_one(value, separator, before):
+    written, plain = before + grouped(value, separator), before + str(value)
+    assert same_value(written, plain) and same_value(plain, written) and same_value(written, written)
+    for other in others(Decimal(value)):
+        assert not same_value(written, before + f"{other:f}") and not same_value(before + f"{other:f}", written), other
+
+
+@SETTINGS
+@hypothesis.given(DECIMALS, st.sampled_from(THOUSANDS[2:]), st.sampled_from([",", "{,}", "."]))
+def test_a_number_is_itself_with_either_decimal_mark_and_never_another_one(value, separator, mark):
+    one, other = spelled(value, separator, mark), f"{value:f}"
+    german, english = spelled(value, ".", ","), spelled(value, ",", ".")
+    for a, b in ((one, other), (german, english), (german, other), (english, one)):
+        assert same_value(a, b) and same_value(b, a) and same_value(a, a), (a, b)
+    for wrong in others(value):
+        for written in (one, german, english):
+            assert not same_value(written, f"{wrong:f}") and not same_value(f"{wrong:f}", written), (written, wrong)
+
+
+@SETTINGS
+@hypothesis.given(st.decimals(min_value=0, max_value="0.999", places=3), st.sampled_from([",", "{,}"]))
+def test_a_comma_behind_a_zero_begins_decimals(value, mark):
+    comma, point = f"{value:f}".replace(".", mark), f"{value:f}"
+    digits = point.replace("0.", "", 1)
+    assert same_value(comma, point) and same_value(point, comma)
+    assert not int(digits) or not (same_value(digits, comma) or same_value(comma, digits)), "a thousand times as much"
+
+
+SMALL = st.tuples(st.integers(10, 99), st.integers(7, 30))
+POWERS = [r"{0}.{1}\times 10^{{-{2}}}", "{0}.{1}e-{2}", r"{0}.{1} \cdot 10^{{-{2}}}", "{0}.{1}*10^(-{2})"]
+
+
+def tiny(mantissa, exponent, form):
+    return form.format(mantissa // 10, mantissa % 10, exponent)
+
+
+@FEW
+@hypothesis.given(SMALL, st.sampled_from(POWERS), st.sampled_from(POWERS), st.integers(10, 99))
+def test_a_small_number_equals_itself_in_any_writing_and_no_other_one(number, form, other_form, other_mantissa):
+    mantissa, exponent = number
+    one, same = tiny(mantissa, exponent, form), tiny(mantissa, exponent, other_form)
+    plain = f"{Decimal(mantissa).scaleb(-exponent - 1):f}"
+    for a, b in ((one, same), (one, plain), (plain, one), (f"({one}, 2)", f"({one},2)")):
+        assert same_value(a, b), (a, b)
+    wrong = [tiny(mantissa, exponent + 1, other_form), tiny(mantissa, exponent - 1, other_form), "-" + same, "0", "0.0"]
+    wrong += [tiny(other_mantissa, exponent, other_form)] if other_mantissa != mantissa else []
+    for other in wrong:
+        assert not same_value(one, other) and not same_value(other, one), (one, other)
+
+
+ENDS = st.tuples(st.integers(-50, 49), st.integers(1, 50)).map(lambda pair: (pair[0], pair[0] + pair[1]))
+LESS = [
+    ("<", "<"),
+    (r"\lt ", "<"),
+    (r"\le ", "<="),
+    (r"\leq ", "<="),
+    (r"\leqslant ", "<="),
+    ("\u2264", "<="),
+    ("<=", "<="),
+]
+
+
+@FEW
+@hypothesis.given(ENDS, st.sampled_from(LESS), st.sampled_from(LESS), st.sampled_from(["x", "t", r"\theta"]))
+def test_an_inequality_is_its_interval_both_ways_and_no_other_one(ends, first, second, name):
+    low, high = ends
+    left, right = "(" if first[1] == "<" else "[", ")" if second[1] == "<" else "]"
+    closed = {"(": "[", "[": "(", ")": "]", "]": ")"}
+    texts = {
+        f"{low} {first[0]} {name} {second[0]} {high}": (f"{left}{low},{high}{right}", f"{left}{low}, {high + 1}{right}",
+                                                        f"{closed[left]}{low},{high}{right}"),
+        f"{low} {first[0]} {name}": (rf"{left}{low},\infty)", rf"{left}{low + 1},\infty)",
+                                     rf"(-\infty,{low}{closed[right]}"),
+        f"{name} {second[0]} {high}": (rf"(-\infty, {high}{right}", rf"(-\infty,{high}{closed[right]}",
+                                       rf"{left}{high},\infty)"),
+        f"{name} {first[0]} {low} \\text{{ or }} {high} {second[0]} {name}": (
+            rf"(-\infty,{low}{')' if left == '(' else ']'}\cup{'(' if right == ')' else '['}{high},\infty)",
+            rf"(-\infty,{low}{')' if left == '(' else ']'}", rf"(-\infty,{high})\cup({high},\infty)"),
+    }  # fmt: skip
+    for text, (same, *wrong) in texts.items():
+        assert same_value(text, same) and same_value(same, text) and same_value(text, text), (text, same)
+        for other in wrong:
+            assert not same_value(text, other) and not same_value(other, text), (text, other)
+
+
+@SETTINGS
+@hypothesis.given(VALUES)
+def test_a_root_with_parentheses_is_one_with_braces(write):
+    inner = write(PLAIN)
+    for head in (r"\sqrt", "sqrt", r"\sqrt[3]", "2^", r"x+\frac{1}{2}\sqrt"):
+        braced = head.replace("sqrt", r"\sqrt") if head == "sqrt" else head
+        assert same_value(f"{head}({inner})", f"{braced}{{{inner}}}"), (head, inner)

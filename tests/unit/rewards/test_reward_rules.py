@@ -8,7 +8,8 @@ import pytest
 from roll_async.config.schema import RewardConfig
 from roll_async.rewards.answers import final_answer
 from roll_async.rewards.exact_match import ExactMatch
-from roll_async.rewards.math_rule import MathRule, same_value
+from roll_async.rewards.math_rule import MathRule
+from roll_async.rewards.maths.equality import same_value
 from roll_async.rewards.registry import REWARDS, create_reward, is_rule, needs_environment
 from roll_async.rewards.serving.router import RewardRouter
 from roll_async.schema import RewardStatus
@@ -270,7 +271,7 @@ def test_the_router_sends_a_prompt_to_the_reward_of_its_domain(build):
 
 def test_plain_numbers_get_the_verdict_that_math_verify_gives_them():
     pytest.importorskip("math_verify")
-    from roll_async.rewards.math_rule import same_expression, same_number
+    from roll_async.rewards.maths.equality import same_expression, same_number
 
     numbers = ["0", "7", "+7", "-7", "007", "7.0", "7.000001", "7.0000005", "7.1", ".7", "0.70", "-.7", "123456789012"]
     decided = 0
@@ -287,6 +288,6 @@ def test_plain_numbers_get_the_verdict_that_math_verify_gives_them():
 @pytest.mark.parametrize("reference", ["18", "-18", "+3", "007", "0", "123456789012345678901"])
 def test_an_integer_is_read_as_math_verify_reads_it(reference):
     math_verify = pytest.importorskip("math_verify")
-    from roll_async.rewards.math_rule import _parsed_reference
+    from roll_async.rewards.maths.equality import _parsed_reference
 
     assert list(_parsed_reference(reference)) == math_verify.parse(f"${reference}$", parsing_timeout=None)

@@ -1,6 +1,7 @@
 """Multiple choice and question answering: forms an answer takes, and what is not one."""
 
 import json
+import re
 
 import pytest
 
@@ -53,6 +54,39 @@ def test_the_right_letter_is_right_in_every_usual_form(text):
 def test_another_letter_or_none_is_wrong(text, score, form):
     verdict = MultipleChoice()(text, "B", {"choices": CHOICES})
     assert (verdict.score, verdict.format) == (score, form) and verdict.reason
+
+
+WRAPPERS = re.split(
+    "  |\n",
+    r"""\boxed{B}  \fbox{B}  \framebox{B}  \text{B}  \mathrm{B}  \textbf{B}  \mathbf{B}  $B$  \(B\)  \[B\]  \text{(B)}
+\textbf{(B)}  \left(B\right)  \left(\text{B}\right)  (\mathrm{B})  \textbf{(B)}\ \text{London}
+\textbf{(B)}~London  \textbf{B)}  \text{B.}  \text{B}.  \mbox{B}  \emph{B}  \textit{B}  \mathsf{B}  \underline{B}
+\operatorname{B}  {B}  {\bf B}  \rm{B}  \text{Option B}  \text{ B }  \,B\,  \quad B  [B]  \text{\textbf{B}}
+\textbf{B: London}  B \text{ (London)}  \textcolor{blue}{B}  \color{red}{B}  "B"  'B'  **B**  `B`  <b>B</b>  B!
+B,  B;  b  (b)  \text{b}  \text{(b)}  Option B  \text{Answer: B}  B - London  B: \text{London}""",
+)
+
+
+@pytest.mark.parametrize("form", [r"so \boxed{%s}", "Answer: %s", "<answer>%s</answer>"])
+def test_a_letter_is_read_in_every_wrapper_of_latex_and_markdown(form):
+    for extra in ({}, {"choices": CHOICES}):
+        assert [w for w in WRAPPERS if MultipleChoice()(form % w, "B", extra).score != 1] == []
+        assert [w for w in WRAPPERS if MultipleChoice()(form % w, "C", extra).score != 0] == []
+    assert len(WRAPPERS) > 50
+
+
+@pytest.mark.parametrize("form", [r"so \boxed{%s}", "Answer: %s", "the answer is %s", "<answer>%s</answer>"])
+def test_one_of_two_letters_is_no_answer(form):
+    for two in (
+        "A or B", "B or A", "(A) or (B)", r"\text{A or B}", r"\text{A} \text{ or } \text{B}", "$A$ or $B$", "A, or B",
+        r"\textbf{(A)} or \textbf{(B)}", "A|B", r"A \lor B", r"A \vee B", r"\text{A} \mid \text{B}", "A B", "(A)(B)",
+        "A vs B",
+        r"A \to B", "A or maybe B", "A, B", "A and B", "A/B", "AB", r"\mathrm{AB}", r"\text{A}\text{B}", r"A \& B",
+    ):  # fmt: skip
+        for reference in "AB":
+            assert MultipleChoice()(form % two, reference, {"choices": CHOICES}).score == 0, two
+    assert MultipleChoice()(r"\boxed{A} or \boxed{B}", "A", {}).score == 0
+    assert MultipleChoice()("Answer: A is wrong, B is right", "A", {}).score == 0
 
 
 @pytest.mark.parametrize(
