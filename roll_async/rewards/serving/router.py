@@ -69,7 +69,7 @@ class RewardRouter:
         thought = thought_of(prompt.thought, text, self._marks)
         asked = prompt, thought.rest
         if prompt.domain in self._own:
-            asked = replace(prompt, extra={**prompt.extra, "thought": _state(thought)}), text
+            asked = replace(prompt, extra={**prompt.extra, "thought": _state(thought, text)}), text
         try:
             reward = await self._scorers[prompt.domain].score_response(*asked)
         except Exception as error:  # a bug of a scorer must not leave its sample without an answer
@@ -90,8 +90,9 @@ class RewardRouter:
         await asyncio.gather(*(scorer.close() for scorer in self._scorers.values()))
 
 
-def _state(thought: Thought) -> str:
-    return "unfinished" if thought.unfinished else "closed" if thought.thought else "none"
+def _state(thought: Thought, text: str) -> str:
+    # By the rest: a thought may be empty.
+    return "unfinished" if thought.unfinished else "closed" if thought.rest != text else "none"
 
 
 def _with_thought(reward: Reward, thought: Thought, *, is_own: bool) -> Reward:

@@ -156,7 +156,7 @@ def test_a_judge_is_not_asked_about_an_unfinished_thought(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("function", ["score", "compute_score"])
-@pytest.mark.parametrize(("text", "state"), [("hm", "unfinished"), ("hm</think>18", "closed")])
+@pytest.mark.parametrize(("text", "state"), [("hm", "unfinished"), ("</think>18", "closed")])
 def test_a_users_reward_gets_the_whole_text_and_how_its_thought_ended(tmp_path, monkeypatch, function, text, state):
     (tmp_path / "seen_reward.py").write_text(SEEN)
     monkeypatch.syspath_prepend(str(tmp_path))
