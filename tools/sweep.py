@@ -15,7 +15,7 @@ import asyncio
 from contextlib import AsyncExitStack
 from types import TracebackType
 
-from datahooks import replace
+from dataclasses import replace
 
 from roll_async.cluster.runtime import RuntimeInfo
 from roll_async.config.schema import RLVRConfig

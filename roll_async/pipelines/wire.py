@@ -47,6 +47,7 @@ class UserHooks:
     """
 
     manager: type[EnginePool] = EnginePool
+    """Read by `build_engines` alone: the engines of a launcher run before there is a run with hooks."""
     queue: type[MessageQueue] = MessageQueue
     rollouter: type[Rollouter] = Rollouter
     synchronizer: type[ParameterSynchronizer[Replica]] = ParameterSynchronizer

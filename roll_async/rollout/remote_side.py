@@ -32,7 +32,7 @@ ROLE = "rollout process"
 
 
 class CoupledRollout(Protocol):
-    """The coupled roles, see `pipelines/wire.py: RolloutSide`."""
+    """The roles of one run, see `pipelines/wire.py: RolloutSide`."""
 
     @property
     def queue(self) -> MessageQueue: ...
@@ -180,7 +180,7 @@ class RpcChannel:
 
     @property
     def counters(self) -> Counters:
-        assert self._counters is not None, "couple first"
+        assert self._counters is not None, "build first"
         return self._counters
 
     def update(self, counters: Counters) -> None:
@@ -284,7 +284,7 @@ class ValidateClient:
 
 
 class RolloutClient:
-    """Clients of the coupled roles, for the driver."""
+    """Clients of these roles, for the driver."""
 
     def __init__(self, channel: RpcChannel, *, validates: bool) -> None:
         self.queue, self.rollouter = QueueClient(channel), RollouterClient(channel)
