@@ -107,6 +107,22 @@ _DEEPSEEK_R1 = (
     "{%- else %}{{ m.content }}{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}{{ '<｜Assistant｜><think>\n' }}{%- endif %}"
 )
+_COHERE_2 = (
+    "{{ bos_token }}{%- for m in messages %}"
+    "{{ '<|START_OF_TURN_TOKEN|>' + ('<|CHATBOT_TOKEN|>' if m.role == 'assistant' else '<|USER_TOKEN|>') }}"
+    "{%- if m.role == 'assistant' %}{{ '<|START_RESPONSE|>' + m.content + '<|END_RESPONSE|>' }}"
+    "{%- else %}{{ m.content }}{%- endif %}{{ '<|END_OF_TURN_TOKEN|>' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_RESPONSE|>' }}{%- endif %}"
+)
+_PHI_3 = (
+    "{%- for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|assistant|>\n' }}{%- else %}{{ eos_token }}{%- endif %}"
+)
+_LLAMA_2 = (
+    "{{ bos_token }}{%- for m in messages %}{%- if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
+    "{%- else %}{{ ' ' + m.content }}{%- if not loop.last %}{{ ' ' + eos_token }}{%- endif %}{%- endif %}{%- endfor %}"
+)
+"""With Mistral's older ones: no close after the last turn."""
 _GLM_SPECIAL = ("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
 _GLM_ENDS = ("<|endoftext|>", "<|user|>", "<|observation|>")
 _LLAMA_SPECIAL = (
@@ -128,6 +144,8 @@ class Family:
     bos: str | None = None
     adds_bos: bool = False
     """The tokenizer itself puts `bos` before each text."""
+    strips_right: tuple[str, ...] = ()
+    """Special tokens that take the white space after them away."""
 
 
 FAMILIES = {
@@ -152,6 +170,20 @@ FAMILIES = {
         *(_DEEPSEEK_R1, ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>")),
         *("<｜end▁of▁sentence｜>", ("<｜end▁of▁sentence｜>",), _THOUGHT, "<｜begin▁of▁sentence｜>", True),
     ),
+    "cohere-2": Family(
+        _COHERE_2,
+        (
+            *("<PAD>", "<BOS_TOKEN>", "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|USER_TOKEN|>"),
+            *("<|CHATBOT_TOKEN|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+        ),
+        *("<|END_OF_TURN_TOKEN|>", ("<|END_OF_TURN_TOKEN|>",), (), "<BOS_TOKEN>", True),
+    ),
+    "phi-3": Family(
+        *(_PHI_3, ("<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"), "<|endoftext|>"),
+        ("<|endoftext|>", "<|assistant|>", "<|end|>"),
+        strips_right=("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
+    ),
+    "llama-2": Family(_LLAMA_2, ("<unk>", "<s>", "</s>"), "</s>", ("</s>",), (), "<s>", True),
 }
 
 
@@ -165,7 +197,12 @@ def make_family(name, template=None):
     inner = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.decoder = decoders.ByteLevel()
-    inner.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in family.special])
+    inner.add_special_tokens(
+        [
+            AddedToken(mark, special=True, normalized=False, rstrip=mark in family.strips_right)
+            for mark in family.special
+        ]
+    )
     inner.add_tokens([AddedToken(word, special=False, normalized=False) for word in family.plain])
     if family.adds_bos:
         inner.post_processor = processors.TemplateProcessing(

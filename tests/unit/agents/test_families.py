@@ -11,6 +11,7 @@ pytest.importorskip("transformers")
 from roll_async.agents.messages import Message, TurnRequest
 from roll_async.agents.rendering import TemplateRenderer
 from roll_async.agents.session import Session, SessionOptions
+from roll_async.prompts.tokenizer import load_tokenizer
 from roll_async.schema import Completion, FinishReason, SamplingParams
 from tests.family_tokenizers import FAMILIES, end_ids_of, make_family, save_family
 
@@ -22,6 +23,9 @@ AFTER_USER = {
     "qwen-3": "<|im_end|>",
     "gemma": "<end_of_turn>",
     "deepseek-r1": "<｜end▁of▁sentence｜>",
+    "cohere-2": "<|END_OF_TURN_TOKEN|>",
+    "phi-3": "<|end|>",
+    "llama-2": "</s>",
 }
 """What a model of the family samples at the end of a turn after which its user speaks."""
 
@@ -76,8 +80,10 @@ def tool(text):
     return [Message(role="tool", content=text, call_id="call_0")]
 
 
-FIRST = {"glm-4": "\n", "glm-4.5": "\n<think></think>\n"}
+FIRST = {"glm-4": "\n", "glm-4.5": "\n<think></think>\n", "llama-2": " "}
 """What a model of the family samples before an answer without a thought."""
+LAST = {"cohere-2": "<|END_RESPONSE|>", "llama-2": " "}
+"""And after it, before the mark."""
 PLAIN = [name for name in AFTER_USER if name != "deepseek-r1"]
 """Their templates say again what was sampled."""
 
@@ -85,14 +91,16 @@ PLAIN = [name for name in AFTER_USER if name != "deepseek-r1"]
 @pytest.mark.parametrize("name", PLAIN)
 def test_second_and_third_turns_are_what_the_template_says_of_the_whole_chat(name):
     mark, head = AFTER_USER[name], FIRST.get(name, "")
-    said = [f"{head}a{number}" for number in (1, 2, 3)]
+    said = [f"{head}a{number}{LAST.get(name, '')}" for number in (1, 2, 3)]
     asked, replies, session = talk(name, [(text, mark) for text in said], [user("q2"), user("q3")])
     assert not session.tree.branches and [reply.text for reply in replies] == said, "no client gets a mark"
     chat = []
     for number in (1, 2):
         chat += [{"role": "user", "content": f"q{number}"}, {"role": "assistant", "content": f"a{number}"}]
     chat.append({"role": "user", "content": "q3"})
-    assert asked[-1] == make_family(name).apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    tokenizer = make_family(name)
+    whole = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert asked[-1] == tokenizer.decode(tokenizer.encode(whole, add_special_tokens=False))
     for before, after, text in zip(asked, asked[1:], said, strict=False):
         assert after.startswith(before + text + mark) and not after.startswith(before + text + mark * 2)
 
@@ -121,8 +129,6 @@ def test_after_a_call_a_glm_reads_the_result_behind_one_observation(name, mark, 
 )
 def test_another_mark_stands_for_the_close_of_a_turn(name, mark, close, tmp_path):
     save_family(name, tmp_path)
-    from roll_async.prompts.tokenizer import load_tokenizer
-
     asked, replies, session = talk(name, [("a1", mark), ("a2", close)], [user("q2")], load_tokenizer(str(tmp_path)))
     assert not session.tree.branches and [reply.content for reply in replies] == ["a1", "a2"]
     assert asked[1].startswith(asked[0] + "a1" + mark)
@@ -130,10 +136,11 @@ def test_another_mark_stands_for_the_close_of_a_turn(name, mark, close, tmp_path
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_a_turn_that_was_cut_is_closed_by_the_template(name):
-    said = FIRST.get(name, "") + "a1"
+def test_a_turn_that_was_cut_is_closed_by_the_template_behind_its_last_token(name):
+    said = FIRST.get(name, "") + "a1 "
     asked, _, session = talk(name, [(said, ""), ("a2", AFTER_USER[name])], [user("q2")])
-    assert not session.tree.branches and asked[1].startswith(asked[0] + said + AFTER_USER[name])
+    close = LAST.get(name, "") + AFTER_USER[name]
+    assert not session.tree.branches and asked[1].startswith(asked[0] + said + close)
 
 
 def test_a_family_whose_template_takes_the_thought_away_begins_a_branch_and_says_its_mark_once():
@@ -156,7 +163,9 @@ def test_the_rest_behind_a_mark_is_what_the_template_has_there(name):
         if mark in ("a", "<|endoftext|>") and name.startswith("glm"):
             assert after.startswith("<|observation|>")
         elif mark == "a":
-            assert after.startswith(AFTER_USER[name]), "a turn that was cut gets the close of its template"
+            assert after.startswith(LAST.get(name, "") + AFTER_USER[name]), (
+                "a turn that was cut gets the close of its template"
+            )
         elif name.startswith("glm"):
             assert after.startswith("<|observation|>") == (mark != "<|observation|>")
         elif last in renderer.ends.ids:
@@ -175,8 +184,6 @@ def test_a_chat_of_a_template_without_opening_gets_it_once_and_later_turns_do_no
 def test_what_ended_a_call_is_no_part_of_the_call(tmp_path):
     """A reader of calls that gets the mark would find arguments that are no JSON."""
     save_family("glm-4", tmp_path)
-    from roll_async.prompts.tokenizer import load_tokenizer
-
     tokenizer = load_tokenizer(str(tmp_path))
     renderer = TemplateRenderer(tokenizer)
     text = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
@@ -184,3 +191,22 @@ def test_what_ended_a_call_is_no_part_of_the_call(tmp_path):
         assert renderer.said([*tokenizer.encode(text, add_special_tokens=False), end]) == text
     assert renderer.said(array("i")) == "" and renderer.said([97, 98]) == renderer.decode([97, 98])
     assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == list(renderer.ends.ids)
+
+
+def test_a_mark_that_is_a_plain_word_is_not_merged_with_what_follows(tmp_path):
+    """An engine may stop at any token; one that is not added to the vocabulary can be part of a longer one."""
+    from tokenizers import models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    inner = make_family("qwen-3").backend_tokenizer
+    inner.model = models.BPE({**letters, "b\u010a": 300}, [("b", "\u010a")])  # as byte-level BPE writes a line break
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|im_end|>")
+    tokenizer.chat_template = FAMILIES["qwen-3"].template
+    tokenizer.save_pretrained(tmp_path)
+    end = letters["b"]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [end]}))
+    renderer = TemplateRenderer(load_tokenizer(str(tmp_path)))
+    assert end in renderer.ends.ids and 300 in renderer.encode("b\n")
+    after = renderer.encode_after(end, "<|im_end|>\n<|im_start|>user\n")
+    assert renderer.decode(after) == "\n<|im_start|>user\n" and renderer.said([letters["a"], end]) == "a"

@@ -18,6 +18,9 @@ CLOSES = {
     "qwen-3": "<|im_end|>",
     "gemma": "<end_of_turn>",
     "deepseek-r1": "<｜end▁of▁sentence｜>",
+    "cohere-2": "<|END_OF_TURN_TOKEN|>",  # behind <|END_RESPONSE|>, which ends a part of the turn
+    "phi-3": "<|end|>",
+    "llama-2": "</s>",
 }
 
 
@@ -59,6 +62,13 @@ def test_config_json_counts_too_and_that_of_a_model_with_eyes_has_it_inside(tmp_
     (tmp_path / "generation_config.json").unlink()
     tokenizer = load_tokenizer(str(tmp_path))
     assert texts_of(tokenizer, EndMarks.of(tokenizer).ids) == {"<eos>", "<end_of_turn>"}
+
+
+def test_without_an_engine_to_differ_from_nothing_is_said_and_a_negative_id_is_none(tmp_path):
+    assert not EndMarks.of(make_family("glm-4")).difference
+    save_family("gemma", tmp_path, generation={"eos_token_id": [-1, 258]}, config={"eos_token_id": None})
+    found = EndMarks.of(load_tokenizer(str(tmp_path)))
+    assert found.ids == (257, 258, 260)
 
 
 @pytest.mark.parametrize(
