@@ -244,9 +244,9 @@ def _unrouted(tags: Counter[str]) -> str:
 
 def _encoder(options: DataOptions) -> ChatEncoder:
     tokenizer = load_tokenizer(options.tokenizer_folder)
-    encoder = ChatEncoder(tokenizer, options.template)
-    told(tokenizer, options.template, options.template_time, options.template_kwargs)
-    return encoder
+    return ChatEncoder(
+        told(tokenizer, options.template, options.template_time, options.template_kwargs), options.template
+    )
 
 
 def _tokenised(
