@@ -1,11 +1,15 @@
 """Requests over replicas that are busy, silent, dead, or answer too late."""
 
 import asyncio
+import traceback
 from array import array
 from dataclasses import replace
 
 import pytest
 
+from roll_async.buffer.errors import Defect
+from roll_async.rollout.dispatch.engine_pool import EnginePool
+from roll_async.rollout.dispatch.manager_options import ManagerOptions
 from roll_async.rollout.dispatch.requests import GenerationFailed
 from roll_async.schema import Completion, FinishReason
 
@@ -438,3 +442,24 @@ def test_closing_cancels_what_waits(run, replica_class, make, managed, start):
         assert all(isinstance(r, asyncio.CancelledError) for r in results)
 
     run(go())
+
+
+def test_a_fault_of_ours_in_the_dispatch_ends_the_requests_with_its_frame(run, replica_class, make):
+    class Faulty(EnginePool):
+        def _dispatch(self, pending, link, now_s):
+            raise KeyError("seeded")
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda loop, context: None)  # it is raised into the loop as well
+        manager = Faulty([replica_class("a")], ManagerOptions())
+        await manager.start()
+        with pytest.raises(Defect) as caught:
+            await asyncio.wait_for(manager.generate(make("r")), 5.0)
+        frames = [frame.name for frame in traceback.extract_tb(caught.value.__cause__.__traceback__)]
+        assert frames[-1] == "_dispatch" and "seeded" in str(caught.value)
+        with pytest.raises(Defect):
+            await manager.wait_failed()
+        await manager.close()
+
+    run(main())
