@@ -19,7 +19,7 @@ def idle_slot_violations(pool: EnginePool) -> list[tuple[str, str]]:
 
 def num_displaced(pool: EnginePool) -> int:
     """Requests of training that wait though a validation that yields holds slots."""
-    if pool.paused_for_push or not pool.validation_yields:
+    if pool.paused_for_push or pool.pump_is_due or not pool.validation_yields:
         return 0
     holding = [a for link in pool.links for a in link.in_flight.values() if a.request.validation]
     num_stopping = sum(attempt.stop is not None for attempt in holding)

@@ -192,7 +192,7 @@ class ReplicaLink:
                 for attempt in batch:
                     attempt.to(AttemptState.ON_WIRE)
                 self._submitting = True
-                await self.client.submit([attempt.request.message() for attempt in batch])
+                await self.client.submit([attempt.request.message(attempt.wire_id) for attempt in batch])
                 self._acknowledged(batch, loop.time())
         except LOSSES as error:
             self._listener.lost(self, _describe(error))

@@ -42,6 +42,7 @@ class PendingRequest:
     pieces: list[Completion] = field(default_factory=list)
     num_attempts: int = 0
     attempt: Attempt = field(init=False)
+    """The present one; gone when the caller has the result."""
     failures: int = 0
     failed_on: set[ReplicaLink] = field(default_factory=set)
     """Replicas that failed it. A replica that was restarted under the same name is not among them."""
@@ -62,13 +63,10 @@ class PendingRequest:
             return 0
         return sum(len(p.token_ids) for p in self.pieces)
 
-    def message(self) -> GenerateRequest:
-        """The request to send now: the prompt and the tokens so far, with what is left of the budget."""
-        prompt, sampling, recorded = (
-            self.request.prompt_token_ids,
-            self.request.sampling,
-            self.request.recorded_positions,
-        )
+    def message(self, wire_id: str) -> GenerateRequest:
+        """The request of an attempt: the prompt and the tokens so far, with what is left of the budget."""
+        request = self.request
+        prompt, sampling, recorded = request.prompt_token_ids, request.sampling, request.recorded_positions
         if self.pieces:
             left = sampling.max_new_tokens - self.num_generated
             sampling = replace(sampling, max_new_tokens=left)
@@ -78,7 +76,7 @@ class PendingRequest:
                 recorded += piece.experts.num_positions
         # Written out, as in `merged`: `replace` would take a tenth of all the time that a request costs here.
         return GenerateRequest(
-            request_id=self.attempt.wire_id,
+            request_id=wire_id,
             prompt_token_ids=prompt,
             sampling=sampling,
             recorded_positions=recorded,

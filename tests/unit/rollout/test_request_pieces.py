@@ -32,13 +32,13 @@ def pending(run, make):
 
 
 def test_each_attempt_continues_from_the_tokens_so_far_with_what_is_left_of_the_budget(pending):
-    first = pending.message()
+    first = pending.message(pending.attempt.wire_id)
     assert (first.request_id, list(first.prompt_token_ids), first.sampling.max_new_tokens) == ("r#1", [1, 2, 3], 10)
     pending.keep(piece([4, 5], 0))
     pending.keep(piece([], 0))
     pending.keep(piece([6], 1))
     pending.begin_attempt()
-    second = pending.message()
+    second = pending.message(pending.attempt.wire_id)
     assert (second.request_id, list(second.prompt_token_ids)) == ("r#2", [1, 2, 3, 4, 5, 6])
     assert second.sampling.max_new_tokens == 7 and second.sampling.temperature == 0.7
     assert list(pending.request.prompt_token_ids) == [1, 2, 3]
@@ -60,11 +60,11 @@ def test_the_next_piece_records_from_the_token_that_the_last_one_did_not_read(pe
         ids = array("B", [e for position in range(first, last) for e in (position, 100 + position)])
         return replace(piece(tokens, 0), experts=ExpertRecord(ids=ids, num_layers=2, top_k=1))
 
-    assert pending.message().recorded_positions == 0
+    assert pending.message(pending.attempt.wire_id).recorded_positions == 0
     pending.keep(recorded([4, 5], 0, 4))  # 3 tokens of the prompt, and token 4
     pending.keep(piece([], 0))
     pending.begin_attempt()
-    second = pending.message()
+    second = pending.message(pending.attempt.wire_id)
     assert second.recorded_positions == 4
     merged = pending.merged(recorded([6], second.recorded_positions, 5))
     assert merged.experts.ids.tolist() == [0, 100, 1, 101, 2, 102, 3, 103, 4, 104]

@@ -1,11 +1,15 @@
 """Requests over replicas that are busy, silent, dead, or answer too late."""
 
 import asyncio
+import traceback
 from array import array
 from dataclasses import replace
 
 import pytest
 
+from roll_async.buffer.errors import Defect
+from roll_async.rollout.dispatch.engine_pool import EnginePool
+from roll_async.rollout.dispatch.manager_options import ManagerOptions
 from roll_async.rollout.dispatch.requests import GenerationFailed
 from roll_async.schema import Completion, FinishReason
 
@@ -451,3 +455,24 @@ def test_every_request_stops_at_the_end_marks_of_the_model_besides_its_own(run, 
         assert stops == {"plain#1": (7, 9), "mine#1": (3, 7, 9)} and mine.sampling.stop_token_ids == (3,)
 
     run(go())
+
+
+def test_a_fault_of_ours_in_the_dispatch_ends_the_requests_with_its_frame(run, replica_class, make):
+    class Faulty(EnginePool):
+        def _dispatch(self, pending, link, now_s):
+            raise KeyError("seeded")
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda loop, context: None)  # it is raised into the loop as well
+        manager = Faulty([replica_class("a")], ManagerOptions())
+        await manager.start()
+        with pytest.raises(Defect) as caught:
+            await asyncio.wait_for(manager.generate(make("r")), 5.0)
+        frames = [frame.name for frame in traceback.extract_tb(caught.value.__cause__.__traceback__)]
+        assert frames[-1] == "_dispatch" and "seeded" in str(caught.value)
+        with pytest.raises(Defect):
+            await manager.wait_failed()
+        await manager.close()
+
+    run(main())
