@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from roll_async.agents.messages import Message
 from roll_async.agents.processes.beside import Beside
-from roll_async.observe.thoughts import ThoughtMarks, marks_of
-from roll_async.prompts.call_forms import PROBE_TOOL, plain_id, written_by
+from roll_async.observe.thoughts import marks_of
+from roll_async.prompts.call_forms import PROBE_TOOL, plain_id, turn_of, written_by
 from roll_async.prompts.end_marks import EndMarks, leading_marks
 from roll_async.prompts.tokenizer import TEMPLATES, Opening, special_marks, without_marks
 from roll_async.prompts.tool_calls import HERMES, HERMES_EXAMPLE, CallFormat, offer, write
@@ -72,11 +72,6 @@ class Renderer(Protocol):
         """How the model writes calls of tools, as its prompt tells it to."""
         ...
 
-    @property
-    def thoughts(self) -> Sequence[ThoughtMarks]:
-        """Marks of the model's thoughts."""
-        ...
-
     def render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]], turns: Sequence[SampledTurn]
     ) -> Rendered:
@@ -101,14 +96,13 @@ class TemplateRenderer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str = "native") -> None:
         self._tokenizer, self._template = tokenizer, TEMPLATES[template]
-        self.thoughts = marks_of(tokenizer, self._template)
         self.ends, self._opening = EndMarks.of(tokenizer, template), Opening(tokenizer)
         self._added = tokenizer.added_tokens_decoder.keys()
         self._reserved = special_marks(tokenizer)
         self._beside = Beside(_load, tokenizer.backend_tokenizer) if tokenizer.is_fast else None
         question = {"role": "user", "content": "?"}
         # Asked of the template itself: no tokenizer declares what its template renders.
-        self._written = written_by(lambda chat: self._try(chat, [PROBE_TOOL]))
+        self._written = written_by(self._render_probe)
         self._id_of = plain_id if self._written is None else self._written.id_of
         # One that offers tools tells the model a form of calls, too: it may not where no form reads them.
         self._knows_tools = self._written is not None and "roll_probe" in self._try([question], [PROBE_TOOL])
@@ -250,12 +244,20 @@ class TemplateRenderer:
 
     def _turns(self, message: Message, number: int) -> list[dict]:
         """One of the assistant; for a template that takes one call a turn, one for each call."""
-        calls, written = message.tool_calls, self._written
+        content, calls, written = message.content, message.tool_calls, self._written
         if written is None or not calls:
-            return [{"role": "assistant", "content": write(message.content, calls)}]
+            return [{"role": "assistant", "content": write(content, calls)}]
+        if not self._knows_tool_role:
+            # As it would be sampled: templates that let no result follow calls count a turn with calls as none, too.
+            groups = [calls] if written.takes_several else [[call] for call in calls]
+            texts = [turn_of(self._render_probe, written.message("", group, number)) for group in groups]
+            return [{"role": "assistant", "content": "\n".join(filter(None, (content, *texts)))}]
         if written.takes_several:
-            return [written.message(message.content, calls, number)]
-        return [written.message(message.content if i == 0 else "", [call], number + i) for i, call in enumerate(calls)]
+            return [written.message(content, calls, number)]
+        return [written.message(content if i == 0 else "", [call], number + i) for i, call in enumerate(calls)]
+
+    def _render_probe(self, chat: list[dict]) -> str:
+        return self._try(chat, [PROBE_TOOL])
 
     def _try(self, chat: list[dict], tools: list[dict] | None) -> str:
         try:

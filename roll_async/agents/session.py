@@ -229,10 +229,10 @@ class Session(TurnHandler):
     def _read(
         self, ids: array, before: str, tools: Sequence[Mapping[str, object]]
     ) -> tuple[str, Thought, str, list[ToolCall]]:
-        text, thoughts = self._renderer.said(ids), self._renderer.thoughts
-        opened = opening_at_end(before, thoughts)
+        text, calls = self._renderer.said(ids), self._renderer.calls
+        opened = opening_at_end(before, calls.thoughts)
         # Also of a turn that was cut: clients are told of the call that it began.
-        return text, thought_of(opened, text, thoughts), *self._renderer.calls.read(text, tools, opened=opened)
+        return text, thought_of(opened, text, calls.thoughts), *calls.read(text, tools, opened=opened)
 
     async def _off_loop(self, work: Callable[[], T], is_long: bool) -> T:
         if self._executor is None or not is_long:

@@ -339,18 +339,18 @@ def written_by(render: Render) -> TemplateCalls | None:
                 found = TemplateCalls(form, id_of, as_text)
                 if _reads(found, render, _PROBES[:1]):
                     takes_several = _reads(found, render, _PROBES)
-                    example = _turn(render, found.message("", [_EXAMPLE], 0))
+                    example = turn_of(render, found.message("", [_EXAMPLE], 0))
                     return TemplateCalls(form, id_of, as_text, takes_several, example.strip())
     return None
 
 
 def _reads(style: TemplateCalls, render: Render, calls: Sequence[ToolCall]) -> bool:
-    text = _turn(render, style.message("", calls, 0))
+    text = turn_of(render, style.message("", calls, 0))
     found = [call for *_, call in style.form.find(text, 0, kinds_of([PROBE_TOOL])) if call is not None]
     return found == list(calls)
 
 
-def _turn(render: Render, message: dict) -> str:
+def turn_of(render: Render, message: dict) -> str:
     """What the template makes of a turn, from where its content would begin to where that would end."""
     question = {"role": "user", "content": "?"}
     text, other = render([question, message]), render([question, {"role": "assistant", "content": _ANSWER}])

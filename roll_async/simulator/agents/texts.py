@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 
 from roll_async.agents.messages import Message
 from roll_async.agents.rendering import Rendered, SampledTurn
-from roll_async.observe.thoughts import THINK
 from roll_async.prompts.tool_calls import HERMES, write
 from roll_async.simulator.parts.models import LengthModel, ToolModel, uniform
 from roll_async.simulator.parts.text import END, RENDERED, ScriptedTurn, decode, is_sampled
@@ -24,7 +23,6 @@ class SimRenderer:
     """`agents/rendering.py: Renderer`. `strips`: the template leaves earlier turns out, as some do with thoughts."""
 
     calls = HERMES
-    thoughts = THINK
 
     def __init__(self, *, strips: bool = False) -> None:
         self._strips = strips
