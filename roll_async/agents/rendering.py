@@ -144,7 +144,10 @@ class TemplateRenderer:
         text = self._apply(chat, None)
         _, found, rest = text.partition(_ANSWER)
         if not found or not all(without_marks(result, self._reserved) in rest for result in results):
-            raise ValueError(f"the chat template does not render turns of role {chat[-1]['role']}")
+            raise ValueError(
+                f"the chat template does not render turns of role {chat[-1]['role']}, and no model would read the "
+                "results of tools; use none, or a model whose chat template knows them"
+            )
         return self.encode_after(last_token, rest)
 
     def encode(self, text: str) -> array:
@@ -199,35 +202,39 @@ class TemplateRenderer:
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]], positions: Collection[int]
     ) -> tuple[list[dict], list[dict]]:
         """(chat as the template takes it, those of its turns that stand at `positions`)."""
-        chat, sampled = [], []
-        ids: list[tuple[str, str]] = []  # of the newest calls: the client's, and the one the template is given
-        num_calls, joins = 0, False
+        chat: list[dict] = []
+        sampled: list[dict] = []
+        ids: dict[str, str] = {}  # of the newest calls: by the client's, the one that the template is given
+        num_calls = 0
+        told: list[str] | None = None  # results that the next turn of the user holds
         for position, message in enumerate(messages):
-            content = message.content
             if message.role == "assistant":
-                chat += self._turns(message, num_calls) if position not in positions else [{"role": "assistant"}]
+                chat += [{"role": "assistant"}] if position in positions else self._turns(message, num_calls)
                 sampled += chat[-1:] if position in positions else []
                 numbered = enumerate(message.tool_calls, num_calls)
-                ids = [(call.call_id, self._id_of(call.name, i)) for i, call in numbered] or ids
+                ids = {call.call_id: self._id_of(call.name, i) for i, call in numbered}
                 num_calls += len(message.tool_calls)
-                joins = False
+                told = None
                 continue
-            if message.role != "system":
-                content = without_marks(content, self._reserved)
+            said = message.content if message.role == "system" else without_marks(message.content, self._reserved)
             if message.role == "tool" and self._knows_tool_role:
-                found = next((i for i, (theirs, _) in enumerate(ids) if theirs == message.call_id), 0)
-                ours = ids.pop(found)[1] if ids else self._id_of("tool", num_calls)
-                chat.append({"role": "tool", "content": content, "tool_call_id": ours})
-                continue
-            is_result = message.role == "tool"
-            if is_result:
-                content = f"<tool_response>\n{content}\n</tool_response>"  # as Qwen's templates
-            # Where roles must alternate, results and what the user says to them are one turn.
-            if joins and message.role != "system":
-                chat[-1]["content"] += f"\n{content}"
+                answered = message.call_id if message.call_id in ids else next(iter(ids), "")
+                ours = ids.pop(answered, None) or self._id_of("tool", num_calls)
+                chat.append({"role": "tool", "content": said, "tool_call_id": ours})
+            elif message.role == "tool":
+                # Where roles must alternate, results and what the user says to them are one turn.
+                if told is None:
+                    chat.append({"role": "user", "content": (told := [])})
+                told.append(f"<tool_response>\n{said}\n</tool_response>")  # as Qwen's templates
+            elif message.role == "user" and told is not None:
+                told.append(said)
+                told = None
             else:
-                chat.append({"role": "user" if is_result else message.role, "content": content})
-            joins = is_result
+                chat.append({"role": message.role, "content": said})
+                told = None
+        for turn in chat:
+            if isinstance(turn.get("content"), list):
+                turn["content"] = "\n".join(turn["content"])
         return self._with_system(chat, tools), sampled
 
     def _with_system(self, chat: list[dict], tools: Sequence[Mapping[str, object]]) -> list[dict]:

@@ -69,11 +69,14 @@ async def agent_parts(config: AgenticConfig, stack: AsyncExitStack, *, trains: b
         stack.push_async_callback(gateway.close)
     book = TrajectoryLog(Path(config.output_dir) / config.exp_name / "trajectories")
     stack.callback(book.close)
+    renderer = TemplateRenderer(
+        told(load_tokenizer(config.pretrain), "native", config.template_time, config.template_kwargs)
+    )
+    if any(env.tools for env in config.custom_envs.values()):
+        renderer.between(0, ["x"])  # a template that drops results is refused now, not at the first call of the run
     return AgentParts(
         tags={tag: await _tag_plan(config, tag, env, stack) for tag, env in config.custom_envs.items()},
-        renderer=TemplateRenderer(
-            told(load_tokenizer(config.pretrain), "native", config.template_time, config.template_kwargs)
-        ),
+        renderer=renderer,
         worlds=worlds,
         validation_worlds=validation_worlds,
         gateway=gateway,

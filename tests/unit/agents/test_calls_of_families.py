@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from array import array
 
 import pytest
@@ -249,3 +250,37 @@ def test_a_call_that_the_model_leaves_half_written_is_told(name):
 
 def test_hermes_is_the_form_of_those_who_have_none():
     assert TemplateRenderer(make_family("deepseek-r1")).calls.family == HERMES.family
+
+
+def test_thousands_of_results_are_one_turn_in_linear_time():
+    renderer = TemplateRenderer(make_family("gemma"))
+    many = [Message(role="tool", content="x" * 800) for _ in range(9000)]
+    started = time.process_time()
+    text = renderer.render(
+        [Message(role="user", content="q"), Message(role="assistant", content="a"), *many], (), ()
+    ).text
+    assert time.process_time() - started < 2.0 and text.count("<tool_response>") == 9000
+    calls = tuple(ToolCall(name="f", call_id=f"c{i}") for i in range(9000))
+    answers = [Message(role="tool", content="r", call_id=f"c{i}") for i in reversed(range(9000))]
+    renderer = TemplateRenderer(make_family("qwen-3"))
+    started = time.process_time()
+    renderer.render([Message(role="user", content="q"), Message(role="assistant", tool_calls=calls), *answers], (), ())
+    assert time.process_time() - started < 4.0
+
+
+def test_each_result_names_the_call_that_it_answers():
+    template = (
+        "{% for m in messages %}{{ '<' + m.role + '>' + m.content }}{% for c in m.tool_calls or [] %}"
+        "<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>{{ c.function.arguments | tojson }}<|tool_call_end|>"
+        "{% endfor %}{% if m.role == 'tool' %}{{ '(' + m.tool_call_id + ')' }}{% endif %}{% endfor %}"
+    )
+    renderer = TemplateRenderer(make_family("qwen-3", template))
+    calls = (ToolCall(name="f", call_id="x"), ToolCall(name="g", call_id="y"))
+    history = [
+        *(Message(role="user", content="q"), Message(role="assistant", tool_calls=calls)),
+        *(Message(role="tool", content="r1", call_id="y"), Message(role="tool", content="r0")),
+        *(Message(role="assistant", tool_calls=calls[:1]), Message(role="tool", content="r2", call_id="x")),
+    ]
+    text = renderer.render(history, (), ()).text
+    assert renderer.calls.family == "Kimi-K2"
+    assert "<tool>r1(functions.g:1)<tool>r0(functions.f:0)" in text and text.endswith("<tool>r2(functions.f:2)")

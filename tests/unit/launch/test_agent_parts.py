@@ -3,11 +3,13 @@
 import asyncio
 import json
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 import pytest
 
 from roll_async.agents.messages import Message
 from roll_async.config.api import load
+from roll_async.config.schema_rollout import ToolConfig
 from roll_async.launch import agents
 from roll_async.launch.rollout import prompts_of
 from roll_async.prompts.tokenizer import load_tokenizer
@@ -53,3 +55,26 @@ def test_variables_of_the_template_reach_prompts_validation_and_agents_from_one_
     prompts = {"train": loaded.stream.at(0), **{name: found[0] for name, found in loaded.held_out.items()}}
     decoded = {name: load_tokenizer(str(tmp_path)).decode(prompt.token_ids) for name, prompt in prompts.items()}
     assert decoded == {"train": "1+1? calm", "": "1+1? calm", "own": "1+1? any"}
+
+
+def test_tools_with_a_template_that_shows_no_results_are_refused_at_the_start(monkeypatch, tmp_path):
+    class Deaf:
+        def __init__(self, tokenizer):
+            pass
+
+        def between(self, last_token, results):
+            raise ValueError("the chat template does not render turns of role user")
+
+    monkeypatch.setattr(agents, "load_tokenizer", lambda folder: None)
+    monkeypatch.setattr(agents, "TemplateRenderer", Deaf)
+    config = load("configs/agentic_frozen_lake_async_cpu.yaml", (f"output_dir={tmp_path}",), "agentic")
+
+    async def parts():
+        async with AsyncExitStack() as stack:
+            await agents.agent_parts(config, stack)
+
+    asyncio.run(parts())  # without tools it does not matter
+    for tag, env in config.custom_envs.items():
+        config.custom_envs[tag] = replace(env, tools=(ToolConfig(tool_id="calculator"),))
+    with pytest.raises(ValueError, match="does not render turns of role user"):
+        asyncio.run(parts())
