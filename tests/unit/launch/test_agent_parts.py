@@ -66,6 +66,7 @@ def test_tools_with_a_template_that_shows_no_results_are_refused_at_the_start(mo
             raise ValueError("the chat template does not render turns of role user")
 
     monkeypatch.setattr(agents, "load_tokenizer", lambda folder: None)
+    monkeypatch.setattr(agents, "told", lambda tokenizer, *given: tokenizer)
     monkeypatch.setattr(agents, "TemplateRenderer", Deaf)
     config = load("configs/agentic_frozen_lake_async_cpu.yaml", (f"output_dir={tmp_path}",), "agentic")
 
