@@ -74,7 +74,7 @@ class Sampled:
     def __init__(self, tokenizer, *turns):
         self._tokenizer, self._turns, self.requests = tokenizer, list(turns), []
 
-    async def generate(self, request, *, conversation, foreground):
+    async def generate(self, request, *, conversation, validation):
         self.requests.append(request)
         text, mark = self._turns.pop(0)
         ids = [*self._tokenizer.encode(text, add_special_tokens=False), self._tokenizer.convert_tokens_to_ids(mark)]

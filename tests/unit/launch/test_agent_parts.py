@@ -51,8 +51,8 @@ def test_variables_of_the_template_reach_prompts_validation_and_agents_from_one_
     assert asyncio.run(said()) == "1+1? calm"
     files = [f"{part}.data_args.file_name={tmp_path}/rows.jsonl" for part in ("actor_train", "validation")]
     more = f"validation.sets={{own: {{data_args: {{file_name: {tmp_path}/rows.jsonl, template_kwargs: {{}}}}}}}}"
-    loaded = prompts_of(load("configs/rlvr_config_async_cpu.yaml", [*variables, *files, more], "rlvr"))
-    prompts = {"train": loaded.stream.at(0), **{name: found[0] for name, found in loaded.held_out.items()}}
+    stream, _, held_out = prompts_of(load("configs/rlvr_config_async_cpu.yaml", [*variables, *files, more], "rlvr"))
+    prompts = {"train": stream.at(0), **{name: found[0] for name, found in held_out.items()}}
     decoded = {name: load_tokenizer(str(tmp_path)).decode(prompt.token_ids) for name, prompt in prompts.items()}
     assert decoded == {"train": "1+1? calm", "": "1+1? calm", "own": "1+1? any"}
 

@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 from roll_async.config.api import load
 from roll_async.launch import rollout
 from roll_async.launch.evaluation import Report
-from roll_async.pipelines.validation import HeldOut, SetSampling
+from roll_async.pipelines.validation import HeldOut
 from roll_async.schema import SamplingParams
 from tests.family_tokenizers import save_family
 
@@ -24,8 +24,8 @@ def started(config, monkeypatch):
     async def nothing(*_):
         return []
 
-    def build(clients, starter, options):
-        given.append(options.manager)
+    def build(clients, starter, options, **limits):
+        given.append(options)
         return SimpleNamespace(start=nothing)
 
     monkeypatch.setattr(rollout, "build_engines", build)
@@ -93,7 +93,7 @@ def test_rewards_read_an_answer_without_its_end_mark(ends_in_a_word, monkeypatch
     given = []
 
     class Calls:
-        async def start(self, decode):
+        async def start(self, decode, thoughts):
             given.append(decode)
 
     monkeypatch.setattr(reward_group, "ActorHandle", object)
@@ -111,6 +111,5 @@ def test_the_samples_of_an_evaluation_are_shown_without_their_end_marks(ends_in_
     prompt, report = build.prompt(), Report(load("configs/rlvr_config_async_cpu.yaml", (f"pretrain={folder}",), "rlvr"))
     ids, texts = answers_of(tokenizer)
     samples = [build.sample(prompt, ids=tuple(one)) for one in ids]
-    sampled = SetSampling(sampling=SamplingParams(max_new_tokens=9))
-    report.add(HeldOut("", [prompt], sampled), [(prompt, samples)])
+    report.add(HeldOut("", [prompt], SamplingParams(max_new_tokens=9)), [(prompt, samples)])
     assert [record["response"] for record in report.evaluation({}).samples] == texts
