@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
-from types import TracebackType
-
 from dataclasses import replace
+from types import TracebackType
 
 from roll_async.cluster.runtime import RuntimeInfo
 from roll_async.config.schema import RLVRConfig
