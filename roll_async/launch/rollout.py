@@ -31,14 +31,7 @@ from roll_async.launch.engines import ReplicaStarter
 from roll_async.launch.scaling import follow_requests
 from roll_async.pipelines.colocation import PhaseSwitcher
 from roll_async.pipelines.validation import held_out_sets
-from roll_async.pipelines.wire import (
-    Engines,
-    RolloutParts,
-    RolloutSide,
-    UserHooks,
-    build_engines,
-    build_rollout,
-)
+from roll_async.pipelines.wire import Engines, RolloutParts, RolloutSide, UserHooks, build_engines, build_rollout
 from roll_async.prompts.end_marks import EndMarks
 from roll_async.prompts.load import DataOptions, judged, load_prompts
 from roll_async.prompts.pool import PooledPrompts, PromptPoolOptions
@@ -133,9 +126,8 @@ async def start_rollout(
     """
     starter = ReplicaStarter(config, engines, pool, stack)
     beside = asyncio.gather(asyncio.to_thread(prompts_of, config), start_scorers(config, stack))
-    ((prompts, prompt_pool, held_out), scorers), training, validators = await start_engines(
-        config, starter, beside, stack
-    )
+    found, training, validators = await start_engines(config, starter, beside, stack)
+    (prompts, prompt_pool, held_out), scorers = found
     return StartedRollout(
         engines=training,
         validators=validators,

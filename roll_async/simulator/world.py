@@ -22,14 +22,7 @@ from roll_async.buffer.states import QueueStats
 from roll_async.inference.engine_host import EngineHost
 from roll_async.pipelines.protocol import PipelineParts, RunEnd
 from roll_async.pipelines.rlvr import RLVRPipeline
-from roll_async.pipelines.wire import (
-    RolloutParts,
-    RolloutSide,
-    UserHooks,
-    build_engines,
-    build_pipeline,
-    build_rollout,
-)
+from roll_async.pipelines.wire import RolloutParts, RolloutSide, UserHooks, build_engines, build_pipeline, build_rollout
 from roll_async.rollout.chat_scheduler import ChatCompletionScheduler
 from roll_async.rollout.dispatch.engine_pool import EnginePool
 from roll_async.rollout.dispatch.engine_supervisor import EngineSupervisor
