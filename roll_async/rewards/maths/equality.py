@@ -23,7 +23,7 @@ _MIN_WORDS = 3  # of a sentence
 _MAX_EXACT_DIGITS = 14  # below the 15 to which math-verify rounds
 _SURELY_DIFFERENT = Decimal("2e-6")  # more than rounding to six decimals can hide
 _NUMBER_AND_UNIT = re.compile(
-    r"([-+]?\d+(?:\.\d+)?)\s{0,3}((?:[A-Za-z]{2,20}|[A-Za-z](?=/))(?:[ /.-]{1,2}[A-Za-z]{1,20}){0,4}(?:\^[23])?)\.?"
+    r"([-+]?\d+(?:\.\d+)?)\s{0,3}((?:[A-Za-z]{2,20}|[A-Za-z](?=[/\u00b2\u00b3]))(?:[ /.-]{1,2}[A-Za-z]{1,20}){0,4}(?:\^[23]|[\u00b2\u00b3])?)\.?"
 )
 NO_UNITS = frozenset(
     "hundred thousand million billion trillion dozen percent pi or and to mod sqrt sin cos tan log ln exp plus minus "
@@ -114,10 +114,9 @@ def _parsed(answer: str) -> tuple[Basic | MatrixBase | str, ...]:
     """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
-    found = parse(f"${answer}$", [LatexExtractionConfig()], extraction_mode="first_match", parsing_timeout=0)
-    if all(isinstance(form, str) for form in found) and len(_WORDS.findall(answer)) >= _MIN_WORDS:
-        found = parse(f"${answer}$", [ExprExtractionConfig()], parsing_timeout=0) or found
-    return tuple(found)
+    if len(_WORDS.findall(answer)) >= _MIN_WORDS:
+        return tuple(parse(f"${answer}$", [LatexExtractionConfig(), ExprExtractionConfig()], parsing_timeout=0))
+    return tuple(parse(f"${answer}$", [LatexExtractionConfig()], extraction_mode="first_match", parsing_timeout=0))
 
 
 def _small_numbers_agree(gold: Basic | MatrixBase | str, answer: Basic | MatrixBase | str) -> bool:

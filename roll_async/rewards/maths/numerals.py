@@ -22,6 +22,8 @@ _MIXED = re.compile(rf"\d+{SPACE}[1-9]\d*", re.ASCII)
 _EXPLICIT_AFTER_COMMA = re.compile(rf"(?<=\d,)\d+(?:{_EXPLICIT_COMMA}\d+)+", re.ASCII)
 _ARGUMENT = re.compile(rf"(?<=[a-z}}\]]\{{){NUMERAL}(?=\}})", re.ASCII)
 r"""The 1,234 of \sqrt{1,234}."""
+_OF_NUMBERS = ("frac", "sqrt", "}", "]")
+r"""What stands before an argument that is no list: \frac{1,5}{2}, not \max{1,5}."""
 _BETWEEN_SEMICOLONS = re.compile(rf"(?<![\w.^_,]){NUMERAL}", re.ASCII)
 _TIMES_TEN = re.compile(
     r"(?:([-+]?\d{1,20}(?:(?:[.,]|\{,\})\d{1,20})?)\s?(?:\\times|\\cdot|[*x\u00d7\u00b7\u22c5])\s?|([-+]?))"
@@ -73,11 +75,14 @@ def join_numerals(text: str, decimal_comma: bool = False) -> str:
             return found[0]
         return decimal_of(found[0], decimal_comma) or found[0]
 
+    def argument(found: re.Match[str]) -> str:
+        before = found.string[: found.start() - 1]
+        return found[0] if may_be_list(found[0]) and not before.endswith(_OF_NUMBERS) else joined(found)
+
     if re.search(r"(?<!\\);", text):  # (0,5; 1,5): a comma separates nothing here
         text = _BETWEEN_SEMICOLONS.sub(joined, text)
-    for pattern in (_EXPLICIT, _EXPLICIT_AFTER_COMMA, _ARGUMENT):
-        text = pattern.sub(joined, text)
-    return _REPEATING.sub(_fraction, text)
+    text = _EXPLICIT_AFTER_COMMA.sub(joined, _EXPLICIT.sub(joined, text))
+    return _REPEATING.sub(_fraction, _ARGUMENT.sub(argument, text))
 
 
 def power_of_ten(text: str) -> str | None:

@@ -19,14 +19,14 @@ from roll_async.rewards.maths.numerals import (
 )
 
 NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?|[-+]?\.\d+", re.ASCII)
-_UNIT = r"(?:\s?\\?%|(?:\\[A-Za-z ,!;:]|[A-Za-z\s/.{}()~\u00b0-]|\^\{?(?:\\circ|[23])\}?)*)"
+_UNIT = r"(?:\s?\\?%|(?:\\[A-Za-z ,!;:]|[A-Za-z\s/.{}()~\u00b0\u00b2\u00b3-]|\^\{?(?:\\circ|[23])\}?)*)"
 _WHOLE = re.compile(rf"((?:[A-Za-z]\s?=\s?)?[-+]?\s?)({NUMERAL})({_UNIT})", re.ASCII)
 """One number, 1,234 or 0,5, perhaps with a unit: its marks are no list's."""
 _SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _SCALED = re.compile(rf"\s{{0,3}}({'|'.join(_SCALES)})((?![A-Za-z]).*)")
 _HEDGE = re.compile(
     r"(?:(?:therefore|thus|hence|then|approximately|about|roughly|around|exactly|simply|just|only"
-    r"|(?:the\s)?(?:final\s)?answer(?:\sis)?\s?[:=]?)\s{1,3}"
+    r"|(?:the\s)?(?:final\s)?answer(?:\sis)?\s?[:=]?(?!\s{1,3}[A-Za-z]{2,}\s))\s{1,3}"
     r"|(?:\\approx|\\simeq|[=\u2248])\s{0,3}){1,3}",
     re.IGNORECASE,
 )
@@ -39,9 +39,8 @@ _KEYBOARD = (
     (re.compile(r"[\u2212\ufe63\uff0d]|^[\u2013\u2010\u2011](?=\s?[\d.\\])"), lambda m: "-"),
     (re.compile(r"\u221a\s?(?:(?=\()|(\d{1,20}|[a-z]))"), lambda m: rf"\sqrt{{{m[1]}}}" if m[1] else r"\sqrt"),
     (re.compile(r"[\u00bc-\u00be\u2153-\u215e]"), lambda m: _vulgar(m[0])),
-    (re.compile(r"(?<=\d)\s?([cdkm]?m)[\u00b2\u00b3]"), lambda m: rf"\text{{ {m[1]}}}"),
     (
-        re.compile(f"[{_SUPERSCRIPTS}]+"),
+        re.compile(rf"(?<!\dm)(?<![\scdk]m)[{_SUPERSCRIPTS}]+"),
         lambda m: f"^{{{unicodedata.normalize('NFKC', m[0]).replace(chr(0x2212), '-')}}}",
     ),
     (re.compile(r"(?<=[\w)}])\s?\*\*\s?(?:(\d{1,6})|(?=[a-z({-]))"), lambda m: f"^{{{m[1]}}}" if m[1] else "^"),
