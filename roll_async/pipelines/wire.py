@@ -98,7 +98,6 @@ def build_engines(
         starter,
         max_restarts=options.max_restarts,
         start_timeout_s=options.start_timeout_s,
-        resume_timeout_s=options.manager.interrupt_timeout_s,
     )
     return Engines(manager=manager, supervisor=supervisor)
 
@@ -176,7 +175,7 @@ def build_rollout(
     roles: RolloutRoles, options: RolloutOptions, classes: ComponentTypes = ComponentTypes()
 ) -> RolloutSide:
     """Queue, rollouter, synchronizer and validation of one run."""
-    manager, supervisor = roles.engines.manager, roles.engines.supervisor
+    manager = roles.engines.manager
     source, queue = roles.groups(manager), _build_queue(roles, options, classes)
     rollouter = classes.rollouter(
         queue,
@@ -197,25 +196,16 @@ def build_rollout(
     sets = [HeldOut(name, prompts, options.validation[name]) for name, prompts in roles.validation.items()]
     own = None if roles.validators is None else _build_own_validation(sets, roles, roles.validators, options)
 
-    # One push reaches both pools; who is lost in it, or returns, belongs to one of them.
-    def owner(name: str) -> EngineSupervisor | ReplicaValidation:
-        return own if own is not None and own.owns(name) else supervisor
-
     synchronizer = classes.synchronizer(
         roles.weights,
         rollouter if roles.devices is None else roles.devices,  # which know whether a phase has paused the engines
-        lambda: manager.clients,  # asked again at every push: replicas come and go
+        manager,
         options.sync,
         weights_held=queue.weights_held,  # a push raises the admission limit
-        remove_replica=lambda name, reason: owner(name).remove_replica(name, reason),
-        readmit=lambda client: owner(client.name).readmit(client),
-        expects_return=lambda: manager.expects_return,  # else a push that reaches no replica ends the run
+        validators=None if roles.validators is None else roles.validators.manager,
         canary=canary,
         devices=OWN_DEVICES if roles.devices is None else roles.devices,
     )
-    supervisor.attach(synchronizer)  # only now: supervisor and synchronizer each need the other
-    if own is not None:
-        own.attach(synchronizer)
     validation: Validation | None = own
     if own is None and sets:
         yields = options.validation_mode == "share"
@@ -243,7 +233,7 @@ def _build_own_validation(
     sets: Sequence[HeldOut], roles: RolloutRoles, engines: Engines, options: RolloutOptions
 ) -> ReplicaValidation:
     source, pause_timeout_s = roles.groups(engines.manager), options.sync.interrupt_timeout_s
-    return ReplicaValidation(sets, source, engines.manager, engines.supervisor, pause_timeout_s=pause_timeout_s)
+    return ReplicaValidation(sets, source, engines.manager, pause_timeout_s=pause_timeout_s)
 
 
 def _texts(prompts: PromptSource) -> Iterator[Sequence[int]]:
