@@ -32,9 +32,7 @@ from roll_async.config.schema import GeneratingArguments
 from roll_async.pipelines.metrics import accuracy, complete_accuracy, mean
 from roll_async.rollout.chat_scheduler import sampling_of
 from roll_async.rollout.dispatch.engine_pool import EnginePool
-from roll_async.rollout.dispatch.engine_supervisor import EngineSupervisor, Joins
 from roll_async.rollout.groups import GroupRunner
-from roll_async.rollout.protocol import Replica
 from roll_async.schema import Answered, FinishReason, Prompt, Reward, Sample, SamplingParams, WeightVersion
 
 logger = logging.getLogger(__name__)
@@ -125,68 +123,42 @@ class Validation:
 
 
 class ReplicaValidation(Validation):
-    """On replicas of its own. For these it is what the supervisor is for those of training."""
+    """On replicas of its own."""
 
     def __init__(
         self,
         sets: Sequence[HeldOut],
         source: GroupRunner,
         manager: EnginePool,
-        supervisor: EngineSupervisor,
         *,
         pause_timeout_s: float,
     ) -> None:
-        """`manager`, `supervisor`: of its replicas. `pause_timeout_s`: how long an idle one may take to pause before it
+        """`manager`: of its replicas. `pause_timeout_s`: how long an idle one may take to pause before it
         is lost; the trainer waits so long at most.
         """
         super().__init__(sets, source, manager, lambda: self._claimed_for)
-        self._engines, self._supervisor, self._pause_timeout_s = manager, supervisor, pause_timeout_s
-        # Of the start: a lost one stays theirs while it is started again.
-        self._names = {client.name for client in manager.clients}
-        self._joins: Joins | None = None
-        self._claimed: dict[str, Replica] = {}
+        self._engines, self._pause_timeout_s = manager, pause_timeout_s
         self._claimed_for: WeightVersion | None = None
         """The version that they measure."""
-
-    def attach(self, joins: Joins) -> None:
-        """What gives them weights."""
-        self._joins = joins
-        self._supervisor.attach(joins)
-
-    def owns(self, name: str) -> bool:
-        """Whether a replica of this name runs validations."""
-        return name in self._names
 
     async def prepare(self, step: WeightVersion) -> bool:
         """Claim them: pause all, so that the next push, or `resync_returned`, gives them the weights of this step.
         False: there is none, and none is being started again.
         """
-        assert self._joins is not None
         try:
             await self._engines.interrupt("resume", self._pause_timeout_s)
         except ConnectionError as error:  # the last one is lost: one that is started again may still join the push
             logger.error("validation: %s", error)
-        self._claimed_for, self._claimed = step, {client.name: client for client in self._engines.clients}
-        for client in self._claimed.values():
-            self._joins.rejoin(client)
-        return bool(self._claimed) or self._engines.expects_return
-
-    async def readmit(self, client: Replica) -> None:
-        """A replica holds the weights: it runs from now on, because the canary of the push asks it, too."""
-        if self._claimed.pop(client.name, None) is client:
-            await self._resume()
-        else:  # the claimed one was lost since, and this is its next process
-            await self._supervisor.readmit(client)
+        self._claimed_for, claimed = step, self._engines.clients
+        for client in claimed:
+            self._engines.hold(client)
+        return bool(claimed) or self._engines.expects_return
 
     async def _resume(self) -> None:
         try:
             await self._engines.resume()
         except ConnectionError as error:
             logger.error("validation: %s", error)
-
-    async def remove_replica(self, name: str, reason: str) -> None:
-        """A replica did not take the weights."""
-        await self._supervisor.remove_replica(name, reason)
 
     async def __call__(self, step: int) -> Mapping[str, float]:
         """Nothing when the last of them is lost, which ends no run, or when one was lost for so long that newer weights

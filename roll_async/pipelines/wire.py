@@ -112,7 +112,6 @@ def build_engines(
         starter,
         max_restarts=max_restarts,
         start_timeout_s=start_timeout_s,
-        resume_timeout_s=options.interrupt_timeout_s,
     )
     return Engines(manager=manager, supervisor=supervisor)
 
@@ -167,7 +166,7 @@ class RolloutSide:
 
 def build_rollout(parts: RolloutParts, hooks: UserHooks = UserHooks()) -> RolloutSide:
     """Queue, rollouter, synchronizer and validation of one run."""
-    manager, supervisor = parts.engines.manager, parts.engines.supervisor
+    manager = parts.engines.manager
     source, queue = parts.groups(manager), _build_queue(parts, hooks)
     rollouter = hooks.rollouter(
         queue,
@@ -187,25 +186,16 @@ def build_rollout(parts: RolloutParts, hooks: UserHooks = UserHooks()) -> Rollou
         queue.taken = canary.taken  # where there are no prompts before the first batch, it gives the rows
     own = None if parts.validators is None else _build_own_validation(parts, parts.validators)
 
-    # One push reaches both pools; who is lost in it, or returns, belongs to one of them.
-    def owner(name: str) -> EngineSupervisor | ReplicaValidation:
-        return own if own is not None and own.owns(name) else supervisor
-
     synchronizer = hooks.synchronizer(
         parts.weights,
         rollouter if parts.devices is None else parts.devices,  # which know whether a phase has paused the engines
-        lambda: manager.clients,  # asked again at every push: replicas come and go
+        manager,
         parts.sync,
         weights_held=queue.weights_held,  # a push raises the admission limit
-        remove_replica=lambda name, reason: owner(name).remove_replica(name, reason),
-        readmit=lambda client: owner(client.name).readmit(client),
-        expects_return=lambda: manager.expects_return,  # else a push that reaches no replica ends the run
+        validators=None if parts.validators is None else parts.validators.manager,
         canary=canary,
         devices=OWN_DEVICES if parts.devices is None else parts.devices,
     )
-    supervisor.attach(synchronizer)  # only now: supervisor and synchronizer each need the other
-    if own is not None:
-        own.attach(synchronizer)
     validation: Validation | None = own
     if own is None and parts.held_out:
         yields = parts.validation_mode == "share"
@@ -231,9 +221,7 @@ def _build_queue(parts: RolloutParts, hooks: UserHooks) -> MessageQueue:
 
 def _build_own_validation(parts: RolloutParts, engines: Engines) -> ReplicaValidation:
     source, pause_timeout_s = parts.groups(engines.manager), parts.sync.interrupt_timeout_s
-    return ReplicaValidation(
-        parts.held_out, source, engines.manager, engines.supervisor, pause_timeout_s=pause_timeout_s
-    )
+    return ReplicaValidation(parts.held_out, source, engines.manager, pause_timeout_s=pause_timeout_s)
 
 
 def _texts(prompts: PromptSource) -> Iterator[Sequence[int]]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from roll_async.config.schema import PipelineConfig
 from roll_async.schema import WeightVersion
@@ -49,6 +50,36 @@ class UpdatedReplica(TakesWeights, Protocol):
     async def score(self, rows: Sequence[Sequence[int]]) -> list[array]:
         """As `WeightSource.score`, under the weights that are served."""
         ...
+
+
+Replica = TypeVar("Replica", bound=UpdatedReplica)
+"""The pool's type of replicas; it is called with the same objects."""
+
+
+class ReplicaPool(Protocol[Replica]):
+    """Replicas that a push gives weights: `rollout/dispatch/engine_pool.py`."""
+
+    holding: dict[str, Replica]
+    """By name: up and paused until they have weights."""
+
+    @property
+    def clients(self) -> Sequence[Replica]:
+        """Those that serve."""
+        ...
+
+    @property
+    def expects_return(self) -> bool:
+        """Whether another one is being started."""
+        ...
+
+    def attach(self, held: asyncio.Event) -> None:
+        """`held` is to be set when a replica is held."""
+
+    async def rejoin(self, client: Replica) -> None:
+        """A held replica has the weights: it runs from now on."""
+
+    async def reject(self, client: Replica, reason: str) -> None:
+        """This replica did not get the weights."""
 
 
 class Rollout(Protocol):

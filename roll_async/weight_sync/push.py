@@ -15,7 +15,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Generic, TypeVar
+from typing import Generic
 
 from roll_async.schema import WeightVersion
 from roll_async.weight_sync.bucket import FILES, STAGED, Bucket, Content, UpdatePlan
@@ -25,6 +25,8 @@ from roll_async.weight_sync.protocol import (
     OWN_DEVICES,
     DevicePhase,
     Devices,
+    Replica,
+    ReplicaPool,
     Rollout,
     SyncFailed,
     SyncOptions,
@@ -41,9 +43,6 @@ _STRAGGLER_S = 30.0
 _LIVENESS_INTERVAL_S = 1.0
 """How often a push checks that the replicas it waits for are alive."""
 _LOST = "lost during the push"
-
-Replica = TypeVar("Replica", bound=UpdatedReplica)
-"""The owner's type of replicas; `readmit` is called with the same objects."""
 
 
 class Held(Enum):
@@ -103,23 +102,22 @@ class ParameterSynchronizer(Generic[Replica]):
         self,
         source: WeightSource,
         rollout: Rollout,
-        replicas: Callable[[], Sequence[Replica]],
+        engines: ReplicaPool[Replica],
         options: SyncOptions,
         *,
         weights_held: Callable[[WeightVersion], None],
-        remove_replica: Callable[[str, str], Awaitable[None]],
-        readmit: Callable[[Replica], Awaitable[None]],
-        expects_return: Callable[[], bool],
+        validators: ReplicaPool[Replica] | None = None,
         canary: Canary | None = None,
         devices: Devices = OWN_DEVICES,
     ) -> None:
-        self._source, self._rollout, self._replicas, self._options = source, rollout, replicas, options
-        self._devices = devices
-        self._weights_held, self._remove, self._readmit = weights_held, remove_replica, readmit
-        self._canary, self._expects_return = canary, expects_return
+        """`validators`: get weights only while they are held, the other `engines` with every push."""
+        self._source, self._rollout, self._engines, self._options = source, rollout, engines, options
+        self._devices, self._weights_held, self._canary = devices, weights_held, canary
         self._push: _Push[Replica] | None = None
-        self._returning: dict[str, Replica] = {}
         self._returned = asyncio.Event()
+        self._pools = [engines] if validators is None else [engines, validators]
+        for pool in self._pools:
+            pool.attach(self._returned)
         self._removed: dict[str, None] = {}
         self._state = SyncState.IDLE
         self._limit = f"sync_timeout {options.timeout_s:g} s"
@@ -143,41 +141,30 @@ class ParameterSynchronizer(Generic[Replica]):
             removed=tuple(self._removed),
         )
 
-    def rejoin(self, replica: Replica) -> None:
-        """Give a new or restarted, paused replica the weights with the next push or `resync_returned`, then hand it to
-        `readmit`.
-        """
-        self._returning[replica.name] = replica
-        self._returned.set()
-
-    def forget(self, name: str) -> None:
-        """This replica wants no weights any more."""
-        self._returning.pop(name, None)
-
     @property
     def returning(self) -> bool:
-        """Whether a restarted replica waits for `resync_returned`."""
+        """Whether a held replica waits for `resync_returned`."""
         return self._returned.is_set()
 
     async def wait_for_returned(self) -> None:
-        """Return when a restarted replica waits for `resync_returned`."""
+        """Return when a held replica waits for `resync_returned`."""
         await self._returned.wait()
 
     async def resync_returned(self, version: WeightVersion) -> None:
-        """Give restarted replicas the trainer's current weights, between pushes; the others continue generating.
+        """Give held replicas the trainer's current weights, between pushes; the others continue generating.
 
         `version`: the newest whose training the current weights contain in full. The others may serve an older one.
         Raises EngineMismatch as `push` does.
         """
         assert self._push is None, f"resync_returned with version {version} during a push"
         now = asyncio.get_running_loop().time()
-        held = dict.fromkeys(self._returning.values(), Held.NOTHING)
+        held = dict.fromkeys(self._held(), Held.NOTHING)
         self._push = push = _Push(version=version, started_s=now, held=held, interrupted_s=now)  # pauses nobody
         self._returned.clear()
         try:
             await self._transfer_and_commit(push)
             await self._remove_failed(push)
-            back = await self._readmit_serving(push)
+            back = await self._rejoin_serving(push)
             if self._canary is not None:
                 await self._canary.check_returned(version, back)
         finally:
@@ -210,7 +197,7 @@ class ParameterSynchronizer(Generic[Replica]):
             self.param_sync_count += 1
             self._weights_held(version)
             report = self._report(push)  # engines generate: those that return need not hold the queue, or the figures
-            await self._readmit_serving(push)
+            await self._rejoin_serving(push)
             if self._canary is not None:
                 await self._canary.score_on_engines(version, push.holding(Held.SERVING))
             return report
@@ -242,7 +229,7 @@ class ParameterSynchronizer(Generic[Replica]):
         """No engine holds the version: the push fails, unless a replica is being restarted, which is then given this
         version or a newer one.
         """
-        if not self._expects_return():
+        if not self._engines.expects_return:
             result = f"reached no engine after {max(0, push.attempt - 1)} retries: {push.failures}"
             raise SyncFailed(f"Parameter sync: version {push.version} {result}")
         await self._interrupt(push)
@@ -254,9 +241,7 @@ class ParameterSynchronizer(Generic[Replica]):
             reason = push.failures[replica.name]
             logger.error("Parameter sync: %s is removed: %s", replica.name, reason)
             self._removed[replica.name] = None
-            if self._returning.get(replica.name, replica) is replica:  # otherwise a restarted one has its name
-                self._returning.pop(replica.name, None)
-                await self._remove(replica.name, reason)
+            await (self._holder(replica) or self._engines).reject(replica, reason)
 
     async def _attempt(self, push: _Push[Replica]) -> None:
         """One transfer to all replicas that wait for it."""
@@ -293,7 +278,14 @@ class ParameterSynchronizer(Generic[Replica]):
 
     def _present(self) -> list[Replica]:
         """All replicas alive."""
-        return [*self._replicas(), *self._returning.values()]
+        return [*self._engines.clients, *self._held()]
+
+    def _held(self) -> list[Replica]:
+        return [replica for pool in self._pools for replica in pool.holding.values()]
+
+    def _holder(self, replica: Replica) -> ReplicaPool[Replica] | None:
+        """The pool where it is held. By object: a restarted one may have its name."""
+        return next((pool for pool in self._pools if pool.holding.get(replica.name) is replica), None)
 
     def _sort(self, push: _Push[Replica], tried: Sequence[Replica], goal: Held, *, relayed: bool) -> list[Replica]:
         """The replicas that reached the goal; the others wait for the next attempt. A time-out is not retried; with
@@ -409,13 +401,13 @@ class ParameterSynchronizer(Generic[Replica]):
         await self._call_each(push, proved, lambda r: r.commit(push.version))
         self._plans.committed(proved, self._sort(push, proved, Held.SERVING, relayed=False))
 
-    async def _readmit_serving(self, push: _Push[Replica]) -> list[Replica]:
-        """Call `readmit` for restarted replicas that now serve the version; these."""
+    async def _rejoin_serving(self, push: _Push[Replica]) -> list[Replica]:
+        """Let held replicas run that now serve the version; these."""
         back: list[Replica] = []
         for replica in push.holding(Held.SERVING):
-            if self._returning.get(replica.name) is not replica:  # of the returning ones, some leave meanwhile
+            if (pool := self._holder(replica)) is None:  # it has served before, or left meanwhile
                 continue
-            await self._readmit(self._returning.pop(replica.name))
+            await pool.rejoin(replica)
             back.append(replica)
             self._removed.pop(replica.name, None)
             logger.info("Parameter sync: %s rejoined with version %d", replica.name, push.version)

@@ -61,6 +61,10 @@ class EnginePool:
         self._returns: Callable[[str, str], bool] | None = None
         self._expected: dict[str, bool] = {}
         """Replicas on their way; whether they were there before."""
+        self.holding: dict[str, Replica] = {}
+        """Replicas that are up and paused until a push has given them weights: started ones, and claimed ones."""
+        self._held: asyncio.Event | None = None
+        """Set for the weight push when one is held; None = nobody gives weights."""
         self._choice = ReplicaChoice()
         self._limit = LIMITS[options.admission](options)
         self._sticky = StickyRouting(self._choice, self._links, self._pump_soon, strict=self._limit.strict)
@@ -561,6 +565,59 @@ class EnginePool:
 
     # Replicas that come and go
 
+    def attach(self, held: asyncio.Event) -> None:
+        """From now on replicas are given weights, and so can be started; `held` is set when one waits for them."""
+        self._held = held
+
+    @property
+    def gives_weights(self) -> bool:
+        """Whether a replica that is started gets weights."""
+        return self._held is not None
+
+    def hold(self, client: Replica) -> None:
+        """This replica, up and paused, gets weights with the next push or `resync_returned`; then `rejoin` or `reject`
+        is called.
+        """
+        assert self._held is not None, "attach() first"
+        self.holding[client.name] = client
+        self._held.set()
+
+    async def rejoin(self, client: Replica) -> None:
+        """A held replica has the weights: it runs and gets requests. One that does not resume is lost once more."""
+        if any(client is mine for mine in self.clients):  # claimed for a validation, and alive
+            del self.holding[client.name]
+            try:
+                await self.resume()
+            except ConnectionError as error:
+                logger.error("%s holds the weights and does not resume: %s", client.name, error)
+            return
+        timeout_s, reason = self._options.interrupt_timeout_s, ""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await client.resume()
+        except TimeoutError:
+            reason = f"did not resume within {timeout_s:g} s"
+        except ConnectionError as error:
+            reason = f"did not resume: {error}"
+        if self.holding.get(client.name) is not client:  # it left meanwhile
+            return
+        if reason:
+            await self.reject(client, reason)
+        else:
+            del self.holding[client.name]
+            await self.add(client)
+
+    async def reject(self, client: Replica, reason: str) -> None:
+        """A replica, held or serving, did not get the weights: it is lost."""
+        name = client.name
+        if self.holding.get(name, client) is not client:  # a restarted one has its name
+            return
+        self.holding.pop(name, None)
+        if name in self._links:
+            self.lost(self._links[name], reason)
+        elif self._returns is None or not self._returns(name, reason):  # without a link, whose loss would tell of it
+            self.give_up(name, reason)
+
     async def add(self, client: Replica) -> None:
         """A new or restarted replica joins; it must already hold the current weights, and run."""
         assert client.name not in self._links, f"{client.name} joins twice"
@@ -589,11 +646,6 @@ class EnginePool:
         """Whether a lost or new replica is being started."""
         return bool(self._expected)
 
-    async def remove(self, name: str, reason: str) -> None:
-        """Remove a replica; its requests go on elsewhere from their last token."""
-        if name in self._links:
-            self.lost(self._links[name], reason)
-
     async def retire(self, name: str) -> None:
         """Drain a replica for scale-down: it gets no more requests, and those it runs move with their tokens. The
         caller ends its process.
@@ -617,6 +669,7 @@ class EnginePool:
         if self._links.get(name) is not link:
             return
         orphans = self._drop(link)
+        self.holding.pop(name, None)  # what is held under this name is the lost process
         logger.warning(
             "engine %s is lost: %s; its %d requests are dispatched to other replicas", name, reason, len(orphans)
         )

@@ -1,8 +1,8 @@
 """Which replicas there are: starts lost ones again, starts those that join during a run, ends those that leave.
 
-    manager.lost --> lost  --\\
-    scale --> join --> devices --> start (retried) --> rejoin --> synchronizer --> readmit --> manager.add
-          \\-> leave --> manager.retire --> end of its process
+    pool.lost --> lost  --\\
+    scale --> join --> devices --> start (retried) --> pool.hold --> the next push --> pool.rejoin
+          \\-> leave --> pool.retire --> end of its process
 
 A replica is paused until it holds the present weights. Requests of a lost or leaving one wait or run on other replicas
 meanwhile. A replica that has used up its restarts is not started again; the run ends when none is left.
@@ -50,15 +50,6 @@ class Starter(Protocol):
         """End its process, running, starting or dead, and give back what `reserve` waited for."""
 
 
-class Joins(Protocol):
-    """Gives weights to started, paused replicas: `ParameterSynchronizer`."""
-
-    def rejoin(self, replica: Replica) -> None: ...
-
-    def forget(self, name: str) -> None:
-        """This replica leaves instead."""
-
-
 class EngineSupervisor:
     """Restarts each replica at most `max_restarts` times (`fault.max_engine_restarts`). Close it before the manager."""
 
@@ -69,33 +60,23 @@ class EngineSupervisor:
         *,
         max_restarts: int,
         start_timeout_s: float,
-        resume_timeout_s: float,
     ) -> None:
-        """`resume_timeout_s`: a push waits so long at most for a replica that returns."""
         self._manager, self._starter = manager, starter
-        self._max_restarts = max_restarts
-        self._start_timeout_s, self._resume_timeout_s = start_timeout_s, resume_timeout_s
-        self._joins: Joins | None = None
+        self._max_restarts, self._start_timeout_s = max_restarts, start_timeout_s
         self._restarts: Counter[str] = Counter()
         self._starts = Counter(client.name for client in manager.clients)
         """Processes of each replica so far: no two of them may be the same to Ray, or sample from the same seed."""
-        self._coming: dict[str, Replica | None] = {}
-        """Neither lost for good nor serving; with its client from when that is up."""
+        self._coming: dict[str, None] = {}
+        """Those that were started and not given up, in order; also when they serve."""
         self._leaving: set[str] = set()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         manager.supervise(self.lost)
-
-    def attach(self, joins: Joins) -> None:
-        """From now on replicas can be given weights, and so be started."""
-        self._joins = joins
 
     def lost(self, name: str, reason: str) -> bool:
         """A replica was lost. True: it will be started again."""
         if name in self._leaving:
             return False
-        if self._joins is not None:
-            self._joins.forget(name)  # what waits for weights under this name is the lost process
-        if self._joins is None or self._restarts[name] >= self._max_restarts:
+        if not self._manager.gives_weights or self._restarts[name] >= self._max_restarts:
             logger.error("engine %s is not started again after %d restarts: %s", name, self._restarts[name], reason)
             self._coming.pop(name, None)
             return False
@@ -113,7 +94,7 @@ class EngineSupervisor:
         """From now on so many replicas; who joins and who leaves. Those that came last leave first, and before them
         those that do not serve yet.
         """
-        assert num_replicas >= 1 and self._joins is not None
+        assert num_replicas >= 1 and self._manager.gives_weights
         there = self.names
         leave = there[num_replicas:]
         fresh = (name for name in map(self._starter.name, count()) if name not in there and name not in self._leaving)
@@ -121,6 +102,7 @@ class EngineSupervisor:
         for name in leave:
             self._leaving.add(name)  # first: its loss from now on is no failure
             self._coming.pop(name, None)
+            self._manager.holding.pop(name, None)
             self._run(name, self._leave(name), "end")
         for name in join:
             # A name used before has all its restarts again; a Counter does not raise without one.
@@ -129,6 +111,7 @@ class EngineSupervisor:
         return join, leave
 
     def _bring(self, name: str) -> None:
+        self._coming.pop(name, None)  # the last one started is the last in order
         self._coming[name] = None
         self._run(name, self._start(name), "start")
 
@@ -149,31 +132,6 @@ class EngineSupervisor:
         self._coming.pop(name, None)
         self._manager.give_up(name, reason)
 
-    async def remove_replica(self, name: str, reason: str) -> None:
-        """Remove a replica, running or being restarted, that does not accept the weights."""
-        if any(client.name == name for client in self._manager.clients):
-            await self._manager.remove(name, reason)
-        elif not self.lost(name, reason):  # one on its way has no link in the manager, which would tell of the loss
-            self._manager.give_up(name, reason)
-
-    async def readmit(self, client: Replica) -> None:
-        """Resume a replica that holds the weights. One that does not resume is lost once more."""
-        reason = ""
-        try:
-            async with asyncio.timeout(self._resume_timeout_s):
-                await client.resume()
-        except TimeoutError:
-            reason = f"did not resume within {self._resume_timeout_s:g} s"
-        except ConnectionError as error:
-            reason = f"did not resume: {error}"
-        if self._coming.get(client.name) is not client:  # it left meanwhile
-            return
-        if reason:
-            await self.remove_replica(client.name, reason)
-        else:
-            del self._coming[client.name]
-            await self._manager.add(client)
-
     async def close(self) -> None:
         """Stop restarting."""
         tasks = list(self._tasks.values())
@@ -182,8 +140,7 @@ class EngineSupervisor:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _start(self, name: str) -> None:
-        """Start the replica, retried as often as restarts are left; the synchronizer then gives it the weights."""
-        assert self._joins is not None
+        """Start the replica, retried as often as restarts are left; the next push then gives it the weights."""
         while True:
             if again := self._restarts[name]:
                 await asyncio.sleep(_FIRST_DELAY_S * _BACKOFF ** (again - 1))
@@ -203,8 +160,7 @@ class EngineSupervisor:
                 # refuses (ValueError). The others go on without it.
                 reason = str(error)
             else:
-                self._coming[name] = client
-                self._joins.rejoin(client)
+                self._manager.hold(client)
                 return
             logger.error("engine %s does not start: %s", name, reason)
             if self._restarts[name] >= self._max_restarts:
@@ -214,8 +170,6 @@ class EngineSupervisor:
 
     async def _leave(self, name: str) -> None:
         """What it runs goes on elsewhere, then its process ends."""
-        assert self._joins is not None
-        self._joins.forget(name)
         self._manager.give_up(name, "it leaves")  # where it was still being started, nobody waits for it any more
         await self._manager.retire(name)
         await self._starter.stop(name)

@@ -41,36 +41,40 @@ class Garage:
 
 @asynccontextmanager
 async def supervised(replicas, garage, max_restarts=2, refusals=0):
-    manager = EnginePool(replicas, ManagerOptions())
+    manager = EnginePool(replicas, ManagerOptions(interrupt_timeout_s=20.0))
     await manager.start()
-    limits = {"start_timeout_s": 100.0, "resume_timeout_s": 20.0}
-    supervisor = EngineSupervisor(manager, garage, max_restarts=max_restarts, **limits)
+    supervisor = EngineSupervisor(manager, garage, max_restarts=max_restarts, start_timeout_s=100.0)
 
-    class Synchronizer:
-        """Weights, then readmit."""
+    async def push():
+        """Weights for what is held, a second after it is."""
+        while True:
+            await held.wait()
+            held.clear()
+            for replica in manager.holding.values():
+                if replica not in given:
+                    given.append(replica)
+                    pushes.append(asyncio.ensure_future(bring(replica)))
 
-        def rejoin(self, replica):
-            waiting[replica.name] = asyncio.ensure_future(self._bring(replica))
+    async def bring(replica):
+        nonlocal refusals
+        await asyncio.sleep(1.0)
+        if manager.holding.get(replica.name) is not replica:
+            return
+        assert replica.calls[0] == "pause abort" and not replica.submitted, "no request before the weights"
+        refusals -= 1
+        if refusals >= 0:
+            await manager.reject(replica, "wrong digest again")
+        else:
+            await manager.rejoin(replica)
 
-        async def _bring(self, replica):
-            nonlocal refusals
-            await asyncio.sleep(1.0)
-            assert replica.calls[0] == "pause abort" and not replica.submitted, "no request before the weights"
-            refusals -= 1
-            if refusals >= 0:
-                await supervisor.remove_replica(replica.name, "wrong digest again")
-            else:
-                await supervisor.readmit(replica)
-
-        def forget(self, name):
-            if name in waiting:
-                waiting.pop(name).cancel()
-
-    waiting = {}
-    supervisor.attach(Synchronizer())
+    held, given = asyncio.Event(), []
+    manager.attach(held)
+    pushes = [asyncio.ensure_future(push())]
     try:
         yield manager, supervisor
     finally:
+        for task in pushes:
+            task.cancel()
         await supervisor.close()
         await manager.close()
 
@@ -170,10 +174,10 @@ def test_a_replica_that_refuses_the_weights_is_restarted_whether_it_works_or_is_
     async def go():
         old, garage = replica_class("a"), Garage(replica_class, 1.0, 1.0)
         async with supervised([old], garage, refusals=1) as (manager, supervisor):
-            await supervisor.remove_replica("a", "wrong digest")
+            await manager.reject(manager.clients[0], "wrong digest")
             await asyncio.sleep(30)
             assert manager.num_servers == 1 and garage.started == [("a", 1), ("a", 2)]
-            await supervisor.remove_replica("a", "a third time")
+            await manager.reject(garage.last, "a third time")
             with pytest.raises(ConnectionError, match="a third time"):
                 await manager.wait_failed()
 

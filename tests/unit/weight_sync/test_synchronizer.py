@@ -71,10 +71,6 @@ class FakeReplica:
         self.serves = version
 
 
-async def _never(replica):
-    raise AssertionError(f"{replica.name} was never away")
-
-
 class FakeRollout:
     """`stubborn`: replicas that do not pause, so that they are gone when `interrupt` returns."""
 
@@ -104,19 +100,25 @@ class World:
         self.sync = ParameterSynchronizer(
             self.trainer,
             self.rollout,
-            lambda: [r for r in self.replicas if r.name not in self.removed],
+            self,
             SyncOptions(**options),
             weights_held=self._weights_held,
-            remove_replica=self._remove,
-            readmit=_never,
-            expects_return=lambda: False,
         )
 
     def _weights_held(self, version):
         self.held.append((version, [r.serves for r in self.replicas if r.name not in self.removed]))
 
-    async def _remove(self, name, reason):
-        self.removed[name] = reason
+    holding, expects_return = {}, False
+
+    @property
+    def clients(self):
+        return [r for r in self.replicas if r.name not in self.removed]
+
+    def attach(self, held):
+        pass
+
+    async def reject(self, replica, reason):
+        self.removed[replica.name] = reason
 
     def calls(self, name):
         return [call for who, call in self.log if who == name]

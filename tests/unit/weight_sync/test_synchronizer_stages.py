@@ -64,17 +64,14 @@ class World:
     def __init__(self, num_engines=2, canary=None, **options):
         self.calls, self.states, self.held, self.back, self.stopped = [], [], [], [], False
         self.engines = [Engine(self, f"engine-{i}") for i in range(num_engines)]
-        self.out, self.trained = {}, 1
+        self.out, self.trained, self.holding, self.expects_return = {}, 1, {}, False
         options = {"transport": "shm", "max_retries": 1, "timeout_s": 20.0, "retry_delay_s": 3.0, **options}
         self.sync = ParameterSynchronizer(
             self,
             self,
-            lambda: [e for e in self.engines if e.name not in self.out],
+            self,
             SyncOptions(**options),
             weights_held=self.held.append,
-            remove_replica=self.remove_replica,
-            readmit=self.readmit,
-            expects_return=lambda: False,
             canary=None if canary is None else Canary([[1, 2]], self, canary),
         )
 
@@ -97,12 +94,24 @@ class World:
         self.calls.append(("rollout", "release", asyncio.get_running_loop().time()))
         self.stopped = False
 
-    async def remove_replica(self, name, reason):
-        self.out[name] = reason
+    @property
+    def clients(self):
+        return [e for e in self.engines if e.name not in self.out]
 
-    async def readmit(self, replica):
+    def attach(self, event):
+        self.event = event
+
+    def hold(self, replica):
+        self.holding[replica.name] = replica
+        self.event.set()
+
+    async def reject(self, replica, reason):
+        self.holding.pop(replica.name, None)
+        self.out[replica.name] = reason
+
+    async def rejoin(self, replica):
         self.back.append((replica.name, replica.serves))
-        self.out.pop(replica.name)
+        del self.out[replica.name], self.holding[replica.name]
 
     def order(self, *wanted):
         return [call for _, call, _ in self.calls if call in wanted]
@@ -187,7 +196,7 @@ def test_a_replica_taken_out_comes_back_with_the_next_push_and_serves_only_then(
         await world.sync.push(1)
         assert world.out == {"engine-0": "ConnectionError: gone"} and world.sync.status().removed == ("engine-0",)
         lost.wrong = {}
-        world.sync.rejoin(lost)
+        world.hold(lost)
         assert lost.serves == 0 and world.back == []
         report = await world.sync.push(2)
         assert report.replicas == 2
@@ -205,7 +214,7 @@ def test_a_returning_replica_that_fails_again_is_reported_so_that_it_can_be_rest
     returning.wrong = {"begin": [ConnectionError("gone")] * 2}
 
     async def go():
-        world.sync.rejoin(returning)
+        world.hold(returning)
         return await world.sync.push(1)
 
     assert run(go()).replicas == 1
@@ -236,7 +245,7 @@ def test_a_replica_that_comes_back_between_pushes_gets_the_present_weights_and_s
         waiting = asyncio.ensure_future(world.sync.wait_for_returned())
         await asyncio.sleep(1)
         assert not waiting.done()
-        world.sync.rejoin(world.engines[0])
+        world.hold(world.engines[0])
         await waiting
         await world.sync.resync_returned(2)
 
@@ -247,16 +256,16 @@ def test_a_replica_that_comes_back_between_pushes_gets_the_present_weights_and_s
 
 def test_a_returning_replica_that_is_slow_to_go_on_holds_neither_the_queue_nor_the_figures(run):
     class Slow(World):
-        async def readmit(self, replica):
+        async def rejoin(self, replica):
             self.told = list(self.held), self.sync.version, self.stopped
             await asyncio.sleep(1000.0)
-            await super().readmit(replica)
+            await super().rejoin(replica)
 
     world = Slow()
     world.out["engine-0"] = "restarted"
 
     async def go():
-        world.sync.rejoin(world.engines[0])
+        world.hold(world.engines[0])
         return await world.sync.push(4)
 
     report = run(go())
@@ -273,7 +282,7 @@ def test_with_stop_a_replica_that_returns_between_pushes_is_asked_before_anythin
         await world.sync.push(1)
         before, world.trained = await world.sync.checked(), 2
         world.engines[0].differs = differs
-        world.sync.rejoin(world.engines[0])
+        world.hold(world.engines[0])
         try:
             await world.sync.resync_returned(2)
         finally:
@@ -344,16 +353,16 @@ def test_a_trainer_that_cannot_score_ends_the_push(run):
 
 def test_a_replica_that_leaves_while_another_one_rejoins_is_let_go(run):
     class Leaving(World):
-        async def readmit(self, replica):
-            await super().readmit(replica)
-            self.sync.forget("engine-1")
+        async def rejoin(self, replica):
+            await super().rejoin(replica)
+            self.holding.pop("engine-1")
 
     world = Leaving()
     world.out.update({"engine-0": "restarted", "engine-1": "restarted"})
 
     async def go():
         for engine in world.engines:
-            world.sync.rejoin(engine)
+            world.hold(engine)
         await world.sync.resync_returned(2)
 
     run(go())
@@ -365,10 +374,7 @@ def test_a_push_without_any_engine_goes_on_if_one_is_on_its_way_back_and_fails_o
     world.engines[0].wrong = {"load": [ConnectionError("gone")] * 4}
     with pytest.raises(SyncFailed, match="gone"):
         run(world.sync.push(1))
-    world.sync = ParameterSynchronizer(
-        world, world, list, SyncOptions(transport="shm"), weights_held=world.held.append,
-        remove_replica=world.remove_replica, readmit=world.readmit, expects_return=lambda: True,
-    )  # fmt: skip
+    world.engines, world.expects_return = [], True
     assert run(world.sync.push(1)).replicas == 0 and world.held == [1]
 
 
