@@ -231,6 +231,9 @@ def agentic_settings_of(config: AgenticConfig) -> dict[str, object]:
     class Named(str):
         """A tokenizer, and what renders with it."""
 
+        def between(self, last_token: int, results: object) -> None:
+            """As every template that shows results."""
+
     real = agents.load_tokenizer, agents.TemplateRenderer, agents.told
     agents.load_tokenizer = agents.TemplateRenderer = Named  # type: ignore[misc, assignment]
     agents.told = lambda tokenizer, *given: Named(f"{tokenizer} told {given}")  # type: ignore[assignment, return-value]
