@@ -266,7 +266,7 @@ class TemplateRenderer:
     def _render_probe(self, chat: list[dict]) -> str:
         return self._try(chat, [PROBE_TOOL])
 
-    def _try(self, chat: list[dict], tools: list[dict] | None) -> str:
+    def _try(self, chat: list[dict], tools: Sequence[Mapping[str, object]] | None) -> str:
         try:
             return self._apply(chat, tools)
         except ValueError:

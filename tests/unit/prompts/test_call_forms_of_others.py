@@ -1,4 +1,4 @@
-"""The forms of calls against the readers of other projects, where they are installed: what all of them read is equal."""
+"""The forms of calls against the readers of other projects, where they are installed: they read the same."""
 
 import json
 import re
