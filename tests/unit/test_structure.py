@@ -56,7 +56,7 @@ def test_the_loop_is_two_files_from_the_start_script_a_weight_push_three_and_the
 
 
 LIMITS = {
-    "lines": 63_000,
+    "lines": 63_150,
     "classes": 800,
     "dataclasses": 370,
     "protocols": 68,
