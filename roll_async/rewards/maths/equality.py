@@ -23,8 +23,8 @@ _MIN_WORDS = 3  # of a sentence
 _MAX_EXACT_DIGITS = 14  # below the 15 to which math-verify rounds
 _SURELY_DIFFERENT = Decimal("2e-6")  # more than rounding to six decimals can hide
 _NUMBER_AND_UNIT = re.compile(
-    r"([-+]?\d+(?:\.\d+)?)\s{0,3}((?:[A-Za-z]{2,20}|[A-Za-z](?=[/\u00b2\u00b3]))"
-    r"(?:[ /.-]{1,2}[A-Za-z]{1,20}){0,4}(?:\^[23]|[\u00b2\u00b3])?)\.?"
+    r"([-+]?\d+(?:\.\d+)?)\s{0,3}((?:[A-Za-z]{2,20}|[A-Za-z](?=[/\u00b2\u00b3]))(?:[ /.-]{1,2}[A-Za-z]{1,20}){0,4}"
+    r"(?:\^[23]|[\u00b2\u00b3])?)\.?"
 )
 NO_UNITS = frozenset(
     "hundred thousand million billion trillion dozen percent pi or and to mod sqrt sin cos tan log ln exp plus minus "
