@@ -13,6 +13,7 @@ from roll_async.pipelines.metrics import batch_metrics
 from roll_async.pipelines.validation import validation_metrics
 from roll_async.prompts.load import DataOptions, load_prompts
 from roll_async.prompts.rows import Columns
+from roll_async.prompts.end_marks import EndMarks
 from roll_async.prompts.tokenizer import batch_decoder, load_tokenizer
 from roll_async.rewards.serving.router import RewardRouter
 from roll_async.schema import FinishReason
@@ -79,7 +80,7 @@ def scored(folder, prompts, rewards, texts):
     async def go():
         await router.start()
         try:
-            decoded = batch_decoder(tokenizer)(ids)
+            decoded = batch_decoder(tokenizer, EndMarks.of(tokenizer).ids)(ids)
             return await asyncio.gather(*(router.score(p, text) for text in decoded for p in prompts.values()))
         finally:
             await router.close()
@@ -229,4 +230,4 @@ def test_special_marks_of_a_thought_stay_in_the_text_that_is_scored_and_others_d
     tokenizer = load_tokenizer(folder)
     texts = ["[THINK][THINK]a[/THINK] 18<|eot_id|>", "<|eot_id|>", "", "b"]
     ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-    assert list(batch_decoder(tokenizer)(ids)) == ["[THINK][THINK]a[/THINK] 18", "", "", "b"]
+    assert list(batch_decoder(tokenizer, EndMarks.of(tokenizer).ids)(ids)) == ["[THINK][THINK]a[/THINK] 18", "", "", "b"]
