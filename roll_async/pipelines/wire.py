@@ -199,10 +199,10 @@ def build_rollout(
     synchronizer = classes.synchronizer(
         roles.weights,
         rollouter if roles.devices is None else roles.devices,  # which know whether a phase has paused the engines
-        manager,
+        manager.returning,
         options.sync,
         weights_held=queue.weights_held,  # a push raises the admission limit
-        validators=None if roles.validators is None else roles.validators.manager,
+        validators=None if roles.validators is None else roles.validators.manager.returning,
         canary=canary,
         devices=OWN_DEVICES if roles.devices is None else roles.devices,
     )
