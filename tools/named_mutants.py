@@ -146,7 +146,7 @@ NAMED: tuple[tuple[str, str, str, str], ...] = (
     ("a stop waits for a validation", "pipelines/rlvr.py",
      "                    await self.save()\n                    await self._checkpoint.finish()\n", ""),
     ("replicas of a validation keep old weights", "pipelines/validation.py",
-     "            self._engines.hold(client)\n", "            pass\n"),
+     "            self._engines.returning.hold(client)\n", "            pass\n"),
     ("a step is published before it is recorded", "pipelines/rlvr.py",
      "            await self._queue.step_trained(record.step)\n", ""),
     ("weights count as held when the push begins", "weight_sync/push.py",

@@ -151,7 +151,7 @@ class ReplicaValidation(Validation):
             logger.error("validation: %s", error)
         self._claimed_for, claimed = step, self._engines.clients
         for client in claimed:
-            self._engines.hold(client)
+            self._engines.returning.hold(client)
         return bool(claimed) or self._engines.expects_return
 
     async def _resume(self) -> None:

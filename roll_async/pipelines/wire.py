@@ -189,10 +189,10 @@ def build_rollout(parts: RolloutParts, hooks: UserHooks = UserHooks()) -> Rollou
     synchronizer = hooks.synchronizer(
         parts.weights,
         rollouter if parts.devices is None else parts.devices,  # which know whether a phase has paused the engines
-        manager,
+        manager.returning,
         parts.sync,
         weights_held=queue.weights_held,  # a push raises the admission limit
-        validators=None if parts.validators is None else parts.validators.manager,
+        validators=None if parts.validators is None else parts.validators.manager.returning,
         canary=canary,
         devices=OWN_DEVICES if parts.devices is None else parts.devices,
     )

@@ -57,7 +57,7 @@ Replica = TypeVar("Replica", bound=UpdatedReplica)
 
 
 class ReplicaPool(Protocol[Replica]):
-    """Replicas that a push gives weights: `rollout/dispatch/engine_pool.py`."""
+    """Replicas that a push gives weights: `rollout/dispatch/returning.py`."""
 
     holding: dict[str, Replica]
     """By name: up and paused until they have weights."""

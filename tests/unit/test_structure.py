@@ -64,7 +64,7 @@ LIMITS = {
     "class names with two meanings": 0,
     "circles of imports": 0,
     "most files in a folder": 14,
-    "longest file": 665,
+    "longest file": 655,
 }
 """What a reader must hold at once, never more than today. The plan wants 49,000 lines, 640 classes, 290 dataclasses and
 50 protocols. Lowering a limit is a commit of its own; so is raising one, with what the lines buy.

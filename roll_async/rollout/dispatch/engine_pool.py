@@ -25,10 +25,10 @@ from roll_async.rollout.attempts import Attempt, AttemptState, Stop
 from roll_async.rollout.dispatch.admission import LIMITS
 from roll_async.rollout.dispatch.liveness import Liveness
 from roll_async.rollout.dispatch.load_index import ReplicaChoice
-from roll_async.rollout.dispatch.load_polls import LoadPolls
 from roll_async.rollout.dispatch.manager_options import ManagerOptions
 from roll_async.rollout.dispatch.replica_link import ReplicaLink, ask_all, wait_drained
 from roll_async.rollout.dispatch.requests import GenerationFailed, Interrupted, PendingRequest
+from roll_async.rollout.dispatch.returning import ReturningReplicas
 from roll_async.rollout.dispatch.server_counts import ServerCounts, ServerStats
 from roll_async.rollout.dispatch.sticky_routing import StickyRouting
 from roll_async.rollout.dispatch.waiting import VALIDATION_FIRST, VALIDATION_LAST, WaitingRequests
@@ -57,14 +57,7 @@ class EnginePool:
         self._options = options
         self._links = {c.name: ReplicaLink(c, self, self._spawn) for c in clients}
         self._liveness = Liveness(self, options, self._spawn)
-        self._polls = LoadPolls(options, self._spawn, lambda link: self._links.get(link.name) is link)
-        self._returns: Callable[[str, str], bool] | None = None
-        self._expected: dict[str, bool] = {}
-        """Replicas on their way; whether they were there before."""
-        self.holding: dict[str, Replica] = {}
-        """Replicas that are up and paused until a push has given them weights: started ones, and claimed ones."""
-        self._held: asyncio.Event | None = None
-        """Set for the weight push when one is held; None = nobody gives weights."""
+        self.returning = ReturningReplicas(self, options)
         self._choice = ReplicaChoice()
         self._limit = LIMITS[options.admission](options)
         self._sticky = StickyRouting(self._choice, self._links, self._pump_soon, strict=self._limit.strict)
@@ -95,7 +88,7 @@ class EnginePool:
         self._touch(link)
         link.open()
         if self._limit.strict:  # a limit of one until its load is known
-            self._polls.ask_once(link)
+            self._liveness.ask_load_once(link)
 
     async def close(self) -> None:
         """Stop reading; requests that still wait are cancelled."""
@@ -128,6 +121,11 @@ class EnginePool:
     def clients(self) -> list[Replica]:
         """Replicas alive."""
         return [s.client for s in self._links.values()]
+
+    @property
+    def expects_return(self) -> bool:
+        """Whether a lost or new replica is being started: requests wait for it if no other one is there."""
+        return bool(self.returning.expected)
 
     @property
     def paused_for_push(self) -> bool:
@@ -322,8 +320,7 @@ class EnginePool:
         if link.suspect:
             free = min(free, 1 - running)
         self._choice.set(link.name, free, 1.0 if link.load is None else link.load.free_kv_fraction)
-        if link.foreign_requests:
-            self._polls.follow(link)
+        self._liveness.follow_load(link)
 
     def load_reported(self, link: ReplicaLink) -> None:
         """A replica reported its load on request: other clients may have taken or freed slots."""
@@ -527,7 +524,7 @@ class EnginePool:
             return
         for link, error in (await ask_all(self._links.values(), what, call, left_s)).items():
             self.lost(link, f"did not {what}: {error}" if error else f"did not {what} within {of_s:g} s")
-        if not self._links and not self._expected:
+        if not self._links and not self.expects_return:
             await self.wait_failed()  # raises: the loss of the last one has set the failure
 
     async def pause_training(self, paused: bool) -> None:
@@ -565,86 +562,12 @@ class EnginePool:
 
     # Replicas that come and go
 
-    def attach(self, held: asyncio.Event) -> None:
-        """From now on replicas are given weights, and so can be started; `held` is set when one waits for them."""
-        self._held = held
-
-    @property
-    def gives_weights(self) -> bool:
-        """Whether a replica that is started gets weights."""
-        return self._held is not None
-
-    def hold(self, client: Replica) -> None:
-        """This replica, up and paused, gets weights with the next push or `resync_returned`; then `rejoin` or `reject`
-        is called.
-        """
-        assert self._held is not None, "attach() first"
-        self.holding[client.name] = client
-        self._held.set()
-
-    async def rejoin(self, client: Replica) -> None:
-        """A held replica has the weights: it runs and gets requests. One that does not resume is lost once more."""
-        if any(client is mine for mine in self.clients):  # claimed for a validation, and alive
-            del self.holding[client.name]
-            try:
-                await self.resume()
-            except ConnectionError as error:
-                logger.error("%s holds the weights and does not resume: %s", client.name, error)
-            return
-        timeout_s, reason = self._options.interrupt_timeout_s, ""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await client.resume()
-        except TimeoutError:
-            reason = f"did not resume within {timeout_s:g} s"
-        except ConnectionError as error:
-            reason = f"did not resume: {error}"
-        if self.holding.get(client.name) is not client:  # it left meanwhile
-            return
-        if reason:
-            await self.reject(client, reason)
-        else:
-            del self.holding[client.name]
-            await self.add(client)
-
-    async def reject(self, client: Replica, reason: str) -> None:
-        """A replica, held or serving, did not get the weights: it is lost."""
-        name = client.name
-        if self.holding.get(name, client) is not client:  # a restarted one has its name
-            return
-        self.holding.pop(name, None)
-        if name in self._links:
-            self.lost(self._links[name], reason)
-        elif self._returns is None or not self._returns(name, reason):  # without a link, whose loss would tell of it
-            self.give_up(name, reason)
-
     async def add(self, client: Replica) -> None:
         """A new or restarted replica joins; it must already hold the current weights, and run."""
         assert client.name not in self._links, f"{client.name} joins twice"
-        # A bool: a new replica, which was not there before, has not returned.
-        self._counts.returned_servers += self._expected.pop(client.name, True)
+        self._counts.returned_servers += self.returning.arrived(client.name)
         link = self._links[client.name] = ReplicaLink(client, self, self._spawn)
         self._begin(link)
-
-    def supervise(self, returns: Callable[[str, str], bool]) -> None:
-        """`returns(name, reason)` is called when a replica is lost. True: `add` is called when it is restarted, or
-        `give_up` when that fails. Until then requests wait for it if no other replica is alive.
-        """
-        self._returns = returns
-
-    def expect(self, name: str) -> None:
-        """A new replica is being started: requests wait for it if no other one is there."""
-        self._expected.setdefault(name, False)
-
-    def give_up(self, name: str, reason: str) -> None:
-        """A lost or new replica will not be started any more."""
-        self._expected.pop(name, None)
-        self._end_without_engines(name, reason)
-
-    @property
-    def expects_return(self) -> bool:
-        """Whether a lost or new replica is being started."""
-        return bool(self._expected)
 
     async def retire(self, name: str) -> None:
         """Drain a replica for scale-down: it gets no more requests, and those it runs move with their tokens. The
@@ -669,7 +592,6 @@ class EnginePool:
         if self._links.get(name) is not link:
             return
         orphans = self._drop(link)
-        self.holding.pop(name, None)  # what is held under this name is the lost process
         logger.warning(
             "engine %s is lost: %s; its %d requests are dispatched to other replicas", name, reason, len(orphans)
         )
@@ -677,9 +599,8 @@ class EnginePool:
         for attempt in orphans:
             self._keep_received(attempt)
             self._retry(attempt.request, link, reason)
-        if self._returns is not None and self._returns(name, reason):
-            self._expected[name] = True  # before the next line, which ends a run without a replica to come
-        self._end_without_engines(name, reason)
+        self.returning.lost(name, reason)  # before the next line, which ends a run without a replica to come
+        self.end_without_engines(name, reason)
 
     def _drop(self, link: ReplicaLink) -> list[Attempt]:
         """Close the link to a replica. Returns what was in flight there."""
@@ -692,9 +613,9 @@ class EnginePool:
         self._pump_soon()  # later turns do not wait for it any more
         return orphans
 
-    def _end_without_engines(self, name: str, reason: str) -> None:
-        """No replica is left and none is expected: every waiting request fails."""
-        if self._links or self._expected:
+    def end_without_engines(self, name: str, reason: str) -> None:
+        """If no replica is left and none is expected, every waiting request fails."""
+        if self._links or self.expects_return:
             return
         error = ConnectionError(f"no engine is left; the last one, {name}, was lost: {reason}")
         for pending in self._waiting:

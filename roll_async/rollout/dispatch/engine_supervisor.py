@@ -1,7 +1,7 @@
 """Which replicas there are: starts lost ones again, starts those that join during a run, ends those that leave.
 
     pool.lost --> lost  --\\
-    scale --> join --> devices --> start (retried) --> pool.hold --> the next push --> pool.rejoin
+    scale --> join --> devices --> start (retried) --> hold --> the next push --> rejoin (`returning.py`)
           \\-> leave --> pool.retire --> end of its process
 
 A replica is paused until it holds the present weights. Requests of a lost or leaving one wait or run on other replicas
@@ -70,13 +70,13 @@ class EngineSupervisor:
         """Those that were started and not given up, in order; also when they serve."""
         self._leaving: set[str] = set()
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        manager.supervise(self.lost)
+        manager.returning.supervise(self.lost)
 
     def lost(self, name: str, reason: str) -> bool:
         """A replica was lost. True: it will be started again."""
         if name in self._leaving:
             return False
-        if not self._manager.gives_weights or self._restarts[name] >= self._max_restarts:
+        if not self._manager.returning.gives_weights or self._restarts[name] >= self._max_restarts:
             logger.error("engine %s is not started again after %d restarts: %s", name, self._restarts[name], reason)
             self._coming.pop(name, None)
             return False
@@ -94,7 +94,7 @@ class EngineSupervisor:
         """From now on so many replicas; who joins and who leaves. Those that came last leave first, and before them
         those that do not serve yet.
         """
-        assert num_replicas >= 1 and self._manager.gives_weights
+        assert num_replicas >= 1 and self._manager.returning.gives_weights
         there = self.names
         leave = there[num_replicas:]
         fresh = (name for name in map(self._starter.name, count()) if name not in there and name not in self._leaving)
@@ -102,7 +102,7 @@ class EngineSupervisor:
         for name in leave:
             self._leaving.add(name)  # first: its loss from now on is no failure
             self._coming.pop(name, None)
-            self._manager.holding.pop(name, None)
+            self._manager.returning.holding.pop(name, None)
             self._run(name, self._leave(name), "end")
         for name in join:
             # A name used before has all its restarts again; a Counter does not raise without one.
@@ -130,7 +130,7 @@ class EngineSupervisor:
 
     def _give_up(self, name: str, reason: str) -> None:
         self._coming.pop(name, None)
-        self._manager.give_up(name, reason)
+        self._manager.returning.give_up(name, reason)
 
     async def close(self) -> None:
         """Stop restarting."""
@@ -147,7 +147,7 @@ class EngineSupervisor:
                 logger.warning("engine %s is started again (%d of %d)", name, again, self._max_restarts)
             try:
                 await self._starter.reserve(name)
-                self._manager.expect(name)
+                self._manager.returning.expect(name)
                 # Counted before it can fail: to Ray the next try is another process.
                 number, self._starts[name] = self._starts[name], self._starts[name] + 1
                 async with asyncio.timeout(self._start_timeout_s):  # not around `reserve`, which waits for devices
@@ -160,7 +160,7 @@ class EngineSupervisor:
                 # refuses (ValueError). The others go on without it.
                 reason = str(error)
             else:
-                self._manager.hold(client)
+                self._manager.returning.hold(client)
                 return
             logger.error("engine %s does not start: %s", name, reason)
             if self._restarts[name] >= self._max_restarts:
@@ -170,7 +170,8 @@ class EngineSupervisor:
 
     async def _leave(self, name: str) -> None:
         """What it runs goes on elsewhere, then its process ends."""
-        self._manager.give_up(name, "it leaves")  # where it was still being started, nobody waits for it any more
+        # Where it was still being started, nobody waits for it any more.
+        self._manager.returning.give_up(name, "it leaves")
         await self._manager.retire(name)
         await self._starter.stop(name)
         self._leaving.discard(name)

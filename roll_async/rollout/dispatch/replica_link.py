@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from roll_async.inference.protocol import EngineLoad, EngineReport, PauseMode
+from roll_async.inference.protocol import EngineLoad, PauseMode
 from roll_async.rollout.attempts import Attempt, AttemptState
 from roll_async.rollout.protocol import Replica
+
+if TYPE_CHECKING:
+    from roll_async.rollout.dispatch.engine_pool import EnginePool
 
 Spawn = Callable[[Coroutine[object, object, None], str], asyncio.Task[None]]
 
@@ -18,22 +21,10 @@ not answer in time. Every other error is a fault of ours, which the next replica
 """
 
 
-class Listener(Protocol):
-    """Receives a replica's reports and its loss."""
-
-    def reported(self, link: ReplicaLink, report: EngineReport) -> None: ...
-
-    def load_reported(self, link: ReplicaLink) -> None:
-        """The replica reported its load on request."""
-
-    def lost(self, link: ReplicaLink, reason: str) -> None:
-        """The replica is dead. Every call that fails reports it, so this may be called more than once."""
-
-
 class ReplicaLink:
-    """One replica of the manager. Its loss is reported to the listener, never raised."""
+    """One replica of the manager. Its loss is reported to its pool, never raised."""
 
-    def __init__(self, client: Replica, listener: Listener, spawn: Spawn) -> None:
+    def __init__(self, client: Replica, pool: EnginePool, spawn: Spawn) -> None:
         self.client = client
         self.name = client.name
         self.in_flight: dict[str, Attempt] = {}
@@ -53,7 +44,7 @@ class ReplicaLink:
         self.busy_s = 0.0
         """Seconds with something in flight, up to the last time that it was idle."""
         self._busy_since_s: float | None = None
-        self._listener, self._spawn = listener, spawn
+        self._pool, self._spawn = pool, spawn
         self._outbox: list[Attempt] = []
         self._submitting = False
         """A submit call is under way."""
@@ -160,7 +151,7 @@ class ReplicaLink:
         """Ask the replica for its load and store it. Raises what the replica raises."""
         load = await self.client.load()
         self.record_load(load)
-        self._listener.load_reported(self)
+        self._pool.load_reported(self)
         return load
 
     def record_load(self, load: EngineLoad) -> None:
@@ -174,7 +165,7 @@ class ReplicaLink:
         try:
             await work
         except LOSSES as error:
-            self._listener.lost(self, _describe(error))
+            self._pool.lost(self, _describe(error))
 
     # Loops
 
@@ -195,7 +186,7 @@ class ReplicaLink:
                 await self.client.submit([attempt.request.message(attempt.wire_id) for attempt in batch])
                 self._acknowledged(batch, loop.time())
         except LOSSES as error:
-            self._listener.lost(self, _describe(error))
+            self._pool.lost(self, _describe(error))
         finally:
             self._off_wire()  # whoever waits for the submit call must not wait for ever
 
@@ -228,9 +219,9 @@ class ReplicaLink:
             try:
                 report = await self.client.collect()
             except LOSSES as error:
-                self._listener.lost(self, _describe(error))
+                self._pool.lost(self, _describe(error))
                 return
-            self._listener.reported(self, report)
+            self._pool.reported(self, report)
 
 
 def _describe(error: Exception) -> str:

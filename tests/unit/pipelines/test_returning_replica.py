@@ -16,10 +16,10 @@ def test_one_that_hangs_in_resume_holds_a_push_no_longer_than_one_that_serves(ru
         replica.resume = hang
         options = ManagerOptions(interrupt_timeout_s=5.0)
         engines = build_engines([serving], None, options, max_restarts=0, start_timeout_s=3600.0)
-        engines.manager.attach(asyncio.Event())
-        engines.manager.hold(replica)
+        engines.manager.returning.attach(asyncio.Event())
+        engines.manager.returning.hold(replica)
         began = asyncio.get_running_loop().time()
-        await engines.manager.rejoin(replica)
-        assert asyncio.get_running_loop().time() - began == 5.0 and not engines.manager.holding
+        await engines.manager.returning.rejoin(replica)
+        assert asyncio.get_running_loop().time() - began == 5.0 and not engines.manager.returning.holding
 
     run(go())

@@ -365,7 +365,7 @@ def test_the_metrics_are_of_all_replicas_that_tell(managed, replica_class, start
             used = 50 * (len(first._tasks) + len(second._tasks))
             engines = manager.stats().engines
             assert engines == {"engine/preemptions": 7.0, "engine/kv_use": used / 2000} and used > 0
-            await manager.reject(first, "test")
+            await manager.returning.reject(first, "test")
             assert manager.stats().engines["engine/preemptions"] == 7.0, "of replicas that are gone, too"
             for task in tasks:
                 task.cancel()

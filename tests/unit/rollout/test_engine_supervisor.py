@@ -50,7 +50,7 @@ async def supervised(replicas, garage, max_restarts=2, refusals=0):
         while True:
             await held.wait()
             held.clear()
-            for replica in manager.holding.values():
+            for replica in manager.returning.holding.values():
                 if replica not in given:
                     given.append(replica)
                     pushes.append(asyncio.ensure_future(bring(replica)))
@@ -58,17 +58,17 @@ async def supervised(replicas, garage, max_restarts=2, refusals=0):
     async def bring(replica):
         nonlocal refusals
         await asyncio.sleep(1.0)
-        if manager.holding.get(replica.name) is not replica:
+        if manager.returning.holding.get(replica.name) is not replica:
             return
         assert replica.calls[0] == "pause abort" and not replica.submitted, "no request before the weights"
         refusals -= 1
         if refusals >= 0:
-            await manager.reject(replica, "wrong digest again")
+            await manager.returning.reject(replica, "wrong digest again")
         else:
-            await manager.rejoin(replica)
+            await manager.returning.rejoin(replica)
 
     held, given = asyncio.Event(), []
-    manager.attach(held)
+    manager.returning.attach(held)
     pushes = [asyncio.ensure_future(push())]
     try:
         yield manager, supervisor
@@ -174,10 +174,10 @@ def test_a_replica_that_refuses_the_weights_is_restarted_whether_it_works_or_is_
     async def go():
         old, garage = replica_class("a"), Garage(replica_class, 1.0, 1.0)
         async with supervised([old], garage, refusals=1) as (manager, supervisor):
-            await manager.reject(manager.clients[0], "wrong digest")
+            await manager.returning.reject(manager.clients[0], "wrong digest")
             await asyncio.sleep(30)
             assert manager.num_servers == 1 and garage.started == [("a", 1), ("a", 2)]
-            await manager.reject(garage.last, "a third time")
+            await manager.returning.reject(garage.last, "a third time")
             with pytest.raises(ConnectionError, match="a third time"):
                 await manager.wait_failed()
 

@@ -41,7 +41,7 @@ def test_a_frozen_replica_without_requests_is_found_too(run, replica_class, mana
         frozen = replica_class("frozen")
         asked = []
         async with managed(frozen, replica_class("good"), interrupt_timeout_s=20.0) as manager:
-            manager.supervise(lambda name, reason: asked.append((name, reason)) is None)
+            manager.returning.supervise(lambda name, reason: asked.append((name, reason)) is None)
             freeze(frozen)
             await asyncio.sleep(26)
             assert asked == [("frozen", "no answer to a heartbeat for 20 s")] and manager.expects_return

@@ -229,7 +229,7 @@ def test_tokens_of_a_replica_that_paused_but_never_told_are_generated_again(run,
             await manager.interrupt("resume", 10.0)
             assert manager.stats().in_flight == 0 and manager.stats().queued == 1
             await manager.add(good)
-            await manager.reject(silent, "no answer")
+            await manager.returning.reject(silent, "no answer")
             await manager.resume()
             assert (await task).version_runs == ((1, 10),)
 

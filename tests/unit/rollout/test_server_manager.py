@@ -334,7 +334,7 @@ def test_a_request_goes_back_to_the_replica_it_failed_on_when_there_is_no_other(
         async with managed(flaky, other) as manager:
             assert list((await manager.generate(make("r"), affinity="x")).token_ids) == WHOLE
             assert [r.request_id for r in other.submitted] == ["r#2"]
-            await manager.reject(other, "shrink")
+            await manager.returning.reject(other, "shrink")
             flaky.refuse = 2
             assert list((await manager.generate(make("s"))).token_ids) == WHOLE
 
