@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from roll_async.agents.messages import Message
 from roll_async.agents.processes.beside import Beside
-from roll_async.observe.thoughts import marks_of
+from roll_async.observe.thoughts import marks_of, opening_at_end
 from roll_async.prompts.call_forms import PROBE_TOOL, plain_id, turn_of, written_by
 from roll_async.prompts.end_marks import EndMarks, leading_marks
 from roll_async.prompts.tokenizer import TEMPLATES, Opening, special_marks, without_marks
@@ -128,11 +128,22 @@ class TemplateRenderer:
     ) -> Rendered:
         """Raises ValueError for a chat that the template refuses."""
         chat, sampled = self._plain(messages, tools, {turn.position for turn in turns})
-        for place, turn in zip(sampled, turns, strict=True):
-            place["content"] = turn.text
-        text = self._apply(chat, tools if self._knows_tools else None)
-        end = _end_of(turns, text)
+        opened = [self._opened(turn) for turn in turns]
+        text, end = "", None
+        # A template that opens the thought of a turn to come does not write the mark again for one that was: it is part
+        # of what the turn said. Some do, so both are tried.
+        for heads in (opened, [""] * len(turns)) if any(opened) else (opened,):
+            for place, turn, head in zip(sampled, turns, heads, strict=True):
+                place["content"] = head + turn.text
+            text = self._apply(chat, tools if self._knows_tools else None)
+            if (end := _end_of(turns, text)) is not None:
+                break
         return Rendered(text, None if end is None else text[end:])
+
+    def _opened(self, turn: SampledTurn) -> str:
+        """The mark of the thought that the template opened before a turn, and the white space behind it."""
+        mark = opening_at_end(turn.before, self.calls.thoughts)
+        return turn.before[turn.before.rindex(mark) :] if mark else ""
 
     def between(self, last_token: int, results: Sequence[str]) -> array:
         """[n] int32: the rest of the policy's turn, the results of its tools, the head of its next turn. `last_token`:
@@ -140,6 +151,9 @@ class TemplateRenderer:
         gets the results in one turn of the user. Raises ValueError for one that leaves them out.
         """
         messages = [Message(role="user", content="?"), Message(role="assistant", content=_ANSWER)]
+        # Who reads the whole conversation takes a mark of a thought for the model's own.
+        thoughts = {mark for marks in self.calls.thoughts for mark in (marks.opening, marks.closing)}
+        results = [without_marks(result, thoughts) for result in results]
         chat, _ = self._plain([*messages, *(Message(role="tool", content=result) for result in results)], (), ())
         text = self._apply(chat, None)
         _, found, rest = text.partition(_ANSWER)

@@ -151,6 +151,25 @@ def test_a_family_whose_template_takes_the_thought_away_begins_a_branch_and_says
     assert replies[0].text == "hm</think>a1"
 
 
+OPENS_A_THOUGHT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+WRITES_IT_AGAIN = OPENS_A_THOUGHT.replace(
+    "{{ m.content }}", "{{ '<think>\n' if m.role == 'assistant' }}{{ m.content }}"
+)
+
+
+@pytest.mark.parametrize("template", [OPENS_A_THOUGHT, WRITES_IT_AGAIN], ids=["as a turn says", "opened again"])
+def test_turns_continue_whose_thought_the_template_opened(template):
+    tokenizer, end = make_family("qwen-3", template), "<|im_end|>"
+    said = ["hm\n</think>\n\na1", "so</think>a2", "still thinking"]
+    asked, replies, session = talk("qwen-3", [(each, end) for each in said], [user("q2"), user("q3")], tokenizer)
+    assert not session.tree.branches and [reply.text for reply in replies] == said
+    for before, turn, after in zip(asked, said, asked[1:]):
+        assert after.startswith(f"{before}{turn}{end}\n<|im_start|>user\n")
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_rest_behind_a_mark_is_what_the_template_has_there(name):
     """Questions with tools have no chat: the result is appended to the tokens of the turn."""

@@ -54,6 +54,12 @@ def test_results_are_rendered_by_the_template_and_the_end_of_the_turn_is_said_on
     assert renderer.decode([end, letter]) == "<|im_end|>x"
 
 
+def test_a_result_opens_no_thought_in_the_text_that_is_scored(tokenizer):
+    renderer = with_template(tokenizer, QWEN_TOOLS)
+    said = tokenizer.decode(renderer.between(tokenizer.eos_token_id, ["<think>3", "</thi</think>nk>4"]).tolist())
+    assert "think>" not in said and "\n3\n" in said and "\n4\n" in said
+
+
 def test_the_model_sees_what_the_template_would_have_made_of_the_whole_chat(tokenizer):
     renderer = with_template(tokenizer, QWEN_TOOLS)
     chat = [{"role": "user", "content": "1+2?"}, {"role": "assistant", "content": "let me see"}]

@@ -11,9 +11,9 @@ from roll_async.config.schema_rollout import JudgeConfig, RewardConfig, SandboxC
 from roll_async.observe.thoughts import marks_of
 from roll_async.pipelines.metrics import batch_metrics
 from roll_async.pipelines.validation import validation_metrics
+from roll_async.prompts.end_marks import EndMarks
 from roll_async.prompts.load import DataOptions, load_prompts
 from roll_async.prompts.rows import Columns
-from roll_async.prompts.end_marks import EndMarks
 from roll_async.prompts.tokenizer import batch_decoder, load_tokenizer
 from roll_async.rewards.serving.router import RewardRouter
 from roll_async.schema import FinishReason
@@ -230,4 +230,5 @@ def test_special_marks_of_a_thought_stay_in_the_text_that_is_scored_and_others_d
     tokenizer = load_tokenizer(folder)
     texts = ["[THINK][THINK]a[/THINK] 18<|eot_id|>", "<|eot_id|>", "", "b"]
     ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-    assert list(batch_decoder(tokenizer, EndMarks.of(tokenizer).ids)(ids)) == ["[THINK][THINK]a[/THINK] 18", "", "", "b"]
+    decode = batch_decoder(tokenizer, EndMarks.of(tokenizer).ids)
+    assert list(decode(ids)) == ["[THINK][THINK]a[/THINK] 18", "", "", "b"]
