@@ -70,9 +70,7 @@ def processes_of(config: PipelineConfig) -> list[ProcessPlacement]:
     return list(chain.from_iterable(place_roles(config).values()))
 
 
-async def start_without_training(
-    config: PipelineConfig, stack: AsyncExitStack
-) -> tuple[GroupRunner, EnginePool]:
+async def start_without_training(config: PipelineConfig, stack: AsyncExitStack) -> tuple[GroupRunner, EnginePool]:
     """Groups of answers of engines that hold the weights they were loaded with, and these. Ray runs; all of it closes
     with the stack. Raises ValueError for what the user can fix, RoleFailed and ConnectionError for engines that do not
     start or are lost.

@@ -284,9 +284,7 @@ class ChatEncoder:
         self._demands_thoughts = not keeps_thoughts(self._source)
         self._form_of = lru_cache(_SHAPES)(self._find_form)
 
-    def render(
-        self, chats: Sequence[Sequence[Turn]], references: Sequence[str | None] = ()
-    ) -> list[EncodedChat | str]:
+    def render(self, chats: Sequence[Sequence[Turn]], references: Sequence[str | None] = ()) -> list[EncodedChat | str]:
         """Each chat as tokens, or why the template refused it, or which text of the chat it leaves out. `references`:
         answers that are trained on; before one without a thought, the thought that the template opened is closed, so
         that the answer is not trained as one.
