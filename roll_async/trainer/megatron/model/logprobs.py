@@ -23,7 +23,8 @@ from torch import Tensor
 from roll_async.algorithms.logprobs import Sampling, drop_truncated
 
 logger = logging.getLogger(__name__)
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _CHUNK_BYTES = {"cuda": 128 << 20, "cpu": 2 << 20}
 """Of one float32 copy of some rows, where nothing is compiled; up to 3 are alive, 8 with truncated sampling. On the CPU

@@ -109,7 +109,7 @@ class _HeadLogprobs(torch.autograd.Function):
         return logprobs, torch.cat([found.entropy for found in pieces]), squares
 
     @staticmethod
-    def backward(ctx, of_logprobs: Tensor | None, of_entropy: Tensor | None, _: None):  # noqa: ANN001, ANN205
+    def backward(ctx, of_logprobs: Tensor | None, of_entropy: Tensor | None, _: Tensor | None):  # noqa: ANN001, ANN205
         hidden, weight, words = ctx.saved_tensors
         size = ctx.sampling.chunk_tokens
         if of_logprobs is None:
@@ -120,14 +120,13 @@ class _HeadLogprobs(torch.autograd.Function):
         for number, found in enumerate(ctx.pieces):
             part = slice(number * size, (number + 1) * size)
             # Its own logits are written over: a second backward pass multiplies again.
-            logits, ctx.logits = ctx.logits, None
-            if logits is None:
-                logits = torch.nn.functional.linear(hidden[part], weight)
+            kept, ctx.logits = ctx.logits, None
+            logits = torch.nn.functional.linear(hidden[part], weight) if kept is None else kept
             gains = of_logprobs[part], None if of_entropy is None else of_entropy[part]
             slope_in_place(logits, words[part], found, gains, ctx.sampling, ctx.group)
             if into_hidden is not None:
                 torch.mm(logits, weight, out=into_hidden[part])
             if into_weight is not None:
                 into_weight.addmm_(logits.t(), hidden[part], beta=int(number > 0))
-            del logits  # before the next piece is made
+            del logits, kept  # before the next piece is made
         return into_hidden, into_weight, None, None, None
