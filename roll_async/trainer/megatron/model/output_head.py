@@ -112,8 +112,7 @@ class _HeadLogprobs(torch.autograd.Function):
     def backward(ctx, of_logprobs: Tensor | None, of_entropy: Tensor | None, _: Tensor | None):  # noqa: ANN001, ANN205
         hidden, weight, words = ctx.saved_tensors
         size = ctx.sampling.chunk_tokens
-        if of_logprobs is None:
-            of_logprobs = torch.zeros(len(hidden), device=hidden.device)
+        gain = torch.zeros(len(hidden), device=hidden.device) if of_logprobs is None else of_logprobs
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         into_hidden = torch.empty_like(hidden) if wants_hidden else None
         into_weight = torch.empty_like(weight) if wants_weight else None
@@ -122,7 +121,7 @@ class _HeadLogprobs(torch.autograd.Function):
             # Its own logits are written over: a second backward pass multiplies again.
             kept, ctx.logits = ctx.logits, None
             logits = torch.nn.functional.linear(hidden[part], weight) if kept is None else kept
-            gains = of_logprobs[part], None if of_entropy is None else of_entropy[part]
+            gains = gain[part], None if of_entropy is None else of_entropy[part]
             slope_in_place(logits, words[part], found, gains, ctx.sampling, ctx.group)
             if into_hidden is not None:
                 torch.mm(logits, weight, out=into_hidden[part])
