@@ -31,7 +31,7 @@ LONG = (
     "cluster/test_router_replay.py", "cluster/test_megatron_parity.py", "cluster/test_megatron_checkpoints.py",
     "cluster/test_megatron_engine_layers.py", "cluster/test_megatron_partial_training.py", "cluster/test_apex.py",
     "cluster/test_kv_cache_load.py", "cluster/test_sglang_run.py", "cluster/test_sglang_over_nodes.py",
-    "cluster/test_megatron_families.py", "cluster/test_replica_samples.py",
+    "cluster/test_megatron_families.py", "cluster/test_replica_samples.py", "cluster/test_family_runs.py",
     # Tools, worlds by the hundred, and every wire of every key.
     "cluster/test_gpu_suite.py", "simulator/test_invariants.py", "simulator/test_mutants.py",
     "simulator/test_tables.py", "unit/config/test_no_inert_key.py", "unit/config/test_config_properties.py",
