@@ -10,21 +10,19 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from roll_async.observe.thoughts import THINK
+from roll_async.rewards.serving.http_calls import BUSY, Backoff, Trouble
 from roll_async.schema import FinishReason, SamplingParams
 
 if TYPE_CHECKING:
     import aiohttp
 
-# Answers after which the same request may succeed; after any other the same would come again.
-_BUSY = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 20.0
+_BACKOFF = Backoff(first_s=1.0, longest_s=20.0)
 
 
 class Refused(ValueError):
@@ -117,18 +115,17 @@ class ChatEndpoint:
             body["chat_template_kwargs"] = dict(template_kwargs)
         if sampling.repetition_penalty != 1:
             body["repetition_penalty"] = sampling.repetition_penalty
+
+        async def attempt() -> tuple[int, str] | Trouble:
+            status, text = await self._call("POST", "chat/completions", body)
+            return Trouble(reason=f"{status} {text[:200]}") if status in BUSY else (status, text)
+
         # Held over the retries: while one request waits for a busy server no further one goes there.
         async with self._slots:
-            for attempt in range(self._options.max_retries + 1):
-                if attempt:
-                    pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**attempt)
-                    # Jitter: requests that were refused together must not come back together.
-                    await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
-                status, text = await self._call("POST", "chat/completions", body)
-                if status not in _BUSY:
-                    break
-        if status in _BUSY:
-            raise ConnectionError(f"{self._options.url} is too busy or broken: {status} {text[:200]}")
+            reply = await _BACKOFF.answer(attempt, self._options.max_retries)
+        if isinstance(reply, list):
+            raise ConnectionError(f"{self._options.url} is too busy or broken: {reply[-1].reason}")
+        status, text = reply
         if status != 200:
             raise Refused(f"{self._options.url} refuses a request: {status} {text[:200]}")
         return _answer(text)

@@ -1,20 +1,26 @@
-"""What the rewards behind an HTTP address share: a session with its key, and the wait before the next attempt."""
+"""What the clients of an HTTP address share: a session with its key, and the attempts of one call."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import random
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     import aiohttp
 
+T = TypeVar("T")
+BUSY = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+"""Statuses of a model's server after which the same request may succeed."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Backoff:
-    """Pauses between the attempts of one call, in seconds."""
+    """The attempts of one call and the pauses between them, in seconds."""
 
     first_s: float
     longest_s: float
@@ -30,6 +36,20 @@ class Backoff:
         except ValueError:
             return None
         return min(self.longest_s, max(0.0, seconds)) if math.isfinite(seconds) else None
+
+    async def answer(self, attempt: Callable[[], Awaitable[T | Trouble]], max_retries: int) -> T | list[Trouble]:
+        """The first answer, or the trouble of every attempt when `max_retries` further ones bring none either. What
+        `attempt` raises ends the call.
+        """
+        troubles: list[Trouble] = []
+        while True:
+            reply = await attempt()
+            if not isinstance(reply, Trouble):
+                return reply
+            troubles.append(reply)
+            if len(troubles) > max_retries:
+                return troubles
+            await asyncio.sleep(self.pause_s(len(troubles) - 1) if reply.pause_s is None else reply.pause_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,12 +15,12 @@ import math
 import secrets
 import time
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from roll_async.config.schema_rollout import JudgeConfig
 from roll_async.rewards.answers import after_thinking
-from roll_async.rewards.serving.http_calls import Backoff, Trouble, open_session
+from roll_async.rewards.serving.http_calls import BUSY, Backoff, Trouble, open_session
 from roll_async.schema import Prompt, Reward, RewardStatus
 
 if TYPE_CHECKING:
@@ -63,7 +63,6 @@ _SCHEMA = {
 _MAX_TOKENS = 1024
 _CACHE_ENTRIES = 100_000
 _BACKOFF = Backoff(first_s=0.5, longest_s=20.0)
-_BUSY = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 
 
 class LlmJudge:
@@ -78,7 +77,7 @@ class LlmJudge:
         self._cache: OrderedDict[str, asyncio.Task[Reward]] = OrderedDict()
         self._http: aiohttp.ClientSession | None = None
         self._structured = True
-        self.requests = self.cached = 0
+        self.cached = 0
 
     async def start(self) -> None:
         """Raises ValueError for a key that is not set or an instruction that leaves out the response."""
@@ -124,24 +123,20 @@ class LlmJudge:
 
     async def _ask(self, prompt: Prompt, answer: str) -> Reward:
         """One question with its retries. Waiting for a slot is not scoring time."""
-        problem, unreadable = "", 0
-        for attempt in range(self._config.max_retries + 1):
+
+        async def attempt() -> Reward | Trouble:
             async with self._slots:
                 started = time.perf_counter()
                 reply = await self._request(self._question(prompt, answer))
-                seconds = time.perf_counter() - started
-            match reply:
-                case _Verdict():
-                    return _reward(reply, seconds)
-                case _Refusal():
-                    return Reward(score=0.0, status=RewardStatus.ERROR, reason=reply.reason)
-                case Trouble():
-                    problem = reply.reason
-                    unreadable += reply.unreadable
-                    if attempt < self._config.max_retries:
-                        await asyncio.sleep(reply.pause_s if reply.pause_s is not None else _BACKOFF.pause_s(attempt))
-        status = RewardStatus.ERROR if unreadable > self._config.max_retries else RewardStatus.OUTAGE
-        return Reward(score=0.0, status=status, reason=f"judge {self._config.api_url}: {problem}")
+            if isinstance(reply, Reward) and reply.status is RewardStatus.OK:
+                return replace(reply, scoring_s=time.perf_counter() - started)
+            return reply
+
+        reply = await _BACKOFF.answer(attempt, self._config.max_retries)
+        if isinstance(reply, Reward):
+            return reply
+        status = RewardStatus.ERROR if all(trouble.unreadable for trouble in reply) else RewardStatus.OUTAGE
+        return Reward(score=0.0, status=status, reason=f"judge {self._config.api_url}: {reply[-1].reason}")
 
     def _question(self, prompt: Prompt, answer: str) -> str:
         """Filled in one pass: braces in the texts mean nothing."""
@@ -159,7 +154,7 @@ class LlmJudge:
             pieces += [rest[:place], values[name]]
             rest = rest[place + len(name) :]
 
-    async def _request(self, question: str) -> _Verdict | Trouble | _Refusal:
+    async def _request(self, question: str) -> Reward | Trouble:
         import aiohttp
 
         assert self._http is not None, "start first"
@@ -173,7 +168,6 @@ class LlmJudge:
         if structured:
             schema = {"name": "verdict", "strict": True, "schema": _SCHEMA}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
-        self.requests += 1
         try:
             async with self._http.post(self._url, json=body) as response:
                 status, text = response.status, await response.text(errors="replace")
@@ -182,7 +176,7 @@ class LlmJudge:
             return Trouble(reason=f"no answer within {self._timeout_s:g} s")
         except aiohttp.ClientError as error:
             return Trouble(reason=f"{type(error).__name__} {error}".strip())
-        if status in _BUSY:
+        if status in BUSY:
             return Trouble(reason=f"status {status}", pause_s=pause_s)
         if status in (400, 422) and structured and "response_format" in text:
             # Requests under way are refused together; it is told once.
@@ -191,25 +185,12 @@ class LlmJudge:
             self._structured = False
             return await self._request(question)
         if status != 200:
-            return _Refusal(reason=f"judge: status {status}: {text[:200]}")
+            # Another attempt would bring the same.
+            return Reward(score=0.0, status=RewardStatus.ERROR, reason=f"judge: status {status}: {text[:200]}")
         return _read(text)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Verdict:
-    score: float
-    correct: bool
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Refusal:
-    """Another attempt would bring the same."""
-
-    reason: str
-
-
-def _read(body: str) -> _Verdict | Trouble:
+def _read(body: str) -> Reward | Trouble:
     """The judge's words as a verdict: the last JSON object in them that is one."""
     try:
         content = json.loads(body)["choices"][0]["message"]["content"]
@@ -228,7 +209,7 @@ def _read(body: str) -> _Verdict | Trouble:
     return Trouble(reason=f"no verdict in {text[-100:]!r}", unreadable=True)
 
 
-def _checked(found: object) -> _Verdict | None:
+def _checked(found: object) -> Reward | None:
     if not isinstance(found, dict):
         return None
     score, correct = found.get("score"), found.get("correct")
@@ -240,9 +221,5 @@ def _checked(found: object) -> _Verdict | None:
     if score is None or not math.isfinite(score) or not 0 <= score <= 1:
         return None
     right = correct if isinstance(correct, bool) else score >= 0.5
-    return _Verdict(score=float(score), correct=right, reason=str(found.get("reason", ""))[:500])
-
-
-def _reward(verdict: _Verdict, seconds: float) -> Reward:
-    metrics = {"acc": float(verdict.correct), "format": 1.0, "cached": 0.0}
-    return Reward(score=verdict.score, metrics=metrics, reason=verdict.reason, scoring_s=seconds)
+    metrics = {"acc": float(right), "format": 1.0, "cached": 0.0}
+    return Reward(score=float(score), metrics=metrics, reason=str(found.get("reason", ""))[:500])

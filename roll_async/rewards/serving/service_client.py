@@ -41,7 +41,7 @@ class ServiceClient:
         self._url = f"{config.api_url.rstrip('/')}/score"
         self._slots = asyncio.Semaphore(config.max_concurrent)
         self._http: aiohttp.ClientSession | None = None
-        self.requests = self.retries = self.outages = 0
+        self.outages = 0
 
     async def start(self) -> None:
         """Connect and have one known answer judged. Raises ValueError when the service is not there, refuses the token
@@ -73,24 +73,21 @@ class ServiceClient:
 
     async def _score(self, text: str, ground_truth: str, extra: Mapping[str, str]) -> Reward:
         body = json.dumps({"text": text, "ground_truth": ground_truth, "extra": dict(extra)}).encode()
-        problem = ""
-        for attempt in range(self._config.max_retries + 1):
+
+        async def attempt() -> Reward | Trouble:
             async with self._slots:
-                reply = await self._post(body)
-            if isinstance(reply, Reward):
-                return reply
-            problem = reply.reason
-            if attempt < self._config.max_retries:
-                self.retries += 1
-                await asyncio.sleep(reply.pause_s if reply.pause_s is not None else _BACKOFF.pause_s(attempt))
+                return await self._post(body)
+
+        reply = await _BACKOFF.answer(attempt, self._config.max_retries)
+        if isinstance(reply, Reward):
+            return reply
         self.outages += 1
-        return Reward(score=0.0, status=RewardStatus.OUTAGE, reason=f"{self._config.api_url}: {problem}")
+        return Reward(score=0.0, status=RewardStatus.OUTAGE, reason=f"{self._config.api_url}: {reply[-1].reason}")
 
     async def _post(self, body: bytes) -> Reward | Trouble:
         import aiohttp
 
         assert self._http is not None, "start first"
-        self.requests += 1
         try:
             async with self._http.post(self._url, data=body, headers={"Content-Type": "application/json"}) as response:
                 status, text = response.status, await response.text(errors="replace")
