@@ -12,6 +12,7 @@ from tests.families_page import CODE, PAGE, page
 from tests.family_tokenizers import save_family
 
 
+@pytest.mark.slow
 def test_the_page_is_what_the_code_does_now():
     assert PAGE.read_text() == page(), "run python -m tests.families_page --write"
 
