@@ -145,6 +145,7 @@ def started_with(config: RLVRConfig) -> dict[str, object]:
             "move_to_previous": part("move_to_previous"),
             "TemplateRenderer": part("TemplateRenderer", SimpleNamespace(between=lambda *given: ())),
             "told": lambda *given: given, "load_tokenizer": str,
+            "EndMarks": SimpleNamespace(of=lambda *given: SimpleNamespace(ids=(f"ends of {given}",), difference="")),
             "build_engines": part("build_engines", SimpleNamespace(start=later("engines"))),
             "build_rollout": part("build_rollout", SimpleNamespace(queue=None)),
             "follow_requests": later("follow_requests"),
