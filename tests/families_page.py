@@ -76,8 +76,8 @@ ended by the model's own mark, and the answer to its result:
 {code}
 ```
 
-No device and no weights are needed. A run says the same in its log, and `tracking.rollout_dump_dir` writes every
-trained row with its tokens and loss mask.
+No device and no weights are needed. What a run trained, token by token and with its loss mask, is in the files of
+`tracking.rollout_dump_dir`.
 """
 CODE = """\
 from roll_async.agents.rendering import TemplateRenderer
