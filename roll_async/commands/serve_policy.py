@@ -33,7 +33,17 @@ if TYPE_CHECKING:
     from roll_async.inference.settings import EngineSettings
 
 _TURNS = 1_000_000  # no limit, as a number
-_OF_ENGINES = ("engine", "max_model_len", "dtype", "device")
+_OF_ENGINES = ("engine", "max_model_len", "dtype", "device", "template_kwargs")
+
+
+def _variables(ctx: click.Context, option: click.Parameter, given: str) -> Mapping[str, object]:
+    try:
+        found = json.loads(given)
+    except (ValueError, RecursionError) as error:
+        raise click.BadParameter(f"{given!r:.60} is no JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise click.BadParameter(f"""{given!r:.60} is no JSON object; write '{{"enable_thinking": false}}'""")
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +58,7 @@ class Arguments:
     max_model_len: int
     max_new_tokens: int
     temperature: float
+    template_kwargs: Mapping[str, object]
     dtype: str | None
     device: str
     record: Path | None
@@ -63,6 +74,12 @@ class Arguments:
 @click.option("--max-model-len", default=4096, show_default=True, help="Tokens of a conversation.")
 @click.option("--max-new-tokens", default=512, show_default=True, help="Tokens of a turn.")
 @click.option("--temperature", default=1.0, show_default=True, help="Used when the request sets none; 0 = greedy.")
+@click.option(
+    "--template-kwargs",
+    default="{}",
+    callback=_variables,
+    help="JSON object: variables of the chat template, such as enable_thinking.",
+)
 @click.option(
     "--dtype",
     default=None,
@@ -196,12 +213,16 @@ async def _engine(arguments: Arguments, record: TextIO | None, stack: AsyncExitS
     from roll_async.agents.rendering import TemplateRenderer
     from roll_async.agents.session import RENDERING_THREADS, Session, SessionOptions
     from roll_async.inference.backends import create_engine
-    from roll_async.prompts.tokenizer import load_tokenizer, lost_by
+    from roll_async.prompts.tokenizer import load_tokenizer, lost_by, told
     from roll_async.schema import SamplingParams
 
     tokenizer = load_tokenizer(arguments.model, proves=False)
     if lost := lost_by(tokenizer):
         click.echo(f"warning: the tokenizer of {arguments.model} loses {', '.join(lost)}; no run takes it", err=True)
+    try:
+        tokenizer = told(tokenizer, "native", None, arguments.template_kwargs)
+    except ValueError as error:
+        raise click.UsageError(f"--{str(error).replace('_', '-', 1)}") from error
     renderer = TemplateRenderer(tokenizer)
     if renderer.ends.difference:
         click.echo(f"end marks: the engine stops also at {renderer.ends.difference}", err=True)

@@ -13,6 +13,7 @@ from array import array
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 
+import click
 import pytest
 
 from roll_async.agents.messages import Message, TurnRequest
@@ -97,49 +98,73 @@ def test_with_an_engine_of_its_own_rows_are_written_at_the_end_and_requests_choo
     assert line["response_token_ids"] == again["response_token_ids"], "both are greedy"
 
 
-def test_its_engine_stops_at_the_end_marks_of_the_model_and_no_client_reads_one(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def first_turn(tmp_path, monkeypatch):
+    """(reply, request at the engine) of a conversation with a model of a family; the engine says hi."""
+
+    def of(family, generation, template=None, **arguments):
+        tokenizer = save_family(family, tmp_path, template=template, generation=generation, config=generation)
+        asked = []
+
+        class Engine:
+            async def start(self):
+                pass
+
+            async def close(self):
+                pass
+
+            async def generate(self, request):
+                asked.append(request)
+                end = request.sampling.stop_token_ids[-1]
+                ids = array("i", [*tokenizer.encode("\nhi", add_special_tokens=False), end])
+                return Completion(
+                    request_id=request.request_id,
+                    token_ids=ids,
+                    logprobs=array("f", bytes(4 * len(ids))),
+                    version_runs=((0, len(ids)),),
+                    finish_reason=FinishReason.STOP,
+                    generation_s=0.0,
+                )
+
+        monkeypatch.setattr(backends, "create_engine", lambda *_: Engine())
+        given = serve_policy.Arguments(
+            **{"model": str(tmp_path), "engine": "hf_infer", "host": "127.0.0.1", "port": 0, "token": "t"},
+            **{"max_model_len": 400, "max_new_tokens": 9, "temperature": 1.0, "dtype": "fp32", "device": "cpu"},
+            **{"record": None, "remote": None, "template_kwargs": {}, **arguments},
+        )
+
+        async def work():
+            async with AsyncExitStack() as stack:
+                session = (await serve_policy._engine(given, None, stack))("a")
+                return await session.turn(TurnRequest(messages=(Message(role="user", content="1+1?"),)))
+
+        return asyncio.run(work()), asked[0], tokenizer
+
     pytest.importorskip("transformers")
-    tokenizer = save_family("glm-4", tmp_path, generation={"eos_token_id": 256}, config={"eos_token_id": 256})
-    asked = []
+    return of
 
-    class Engine:
-        async def start(self):
-            pass
 
-        async def close(self):
-            pass
-
-        async def generate(self, request):
-            asked.append(request)
-            ids = array("i", [*tokenizer.encode("\nhi", add_special_tokens=False), request.sampling.stop_token_ids[-1]])
-            return Completion(
-                request_id=request.request_id,
-                token_ids=ids,
-                logprobs=array("f", bytes(4 * len(ids))),
-                version_runs=((0, len(ids)),),
-                finish_reason=FinishReason.STOP,
-                generation_s=0.0,
-            )
-
-    monkeypatch.setattr(backends, "create_engine", lambda *_: Engine())
-    arguments = serve_policy.Arguments(
-        **{"model": str(tmp_path), "engine": "hf_infer", "host": "127.0.0.1", "port": 0, "token": "t"},
-        **{"max_model_len": 400, "max_new_tokens": 9, "temperature": 1.0, "dtype": "fp32", "device": "cpu"},
-        **{"record": None, "remote": None},
-    )
-
-    async def work():
-        async with AsyncExitStack() as stack:
-            session = (await serve_policy._engine(arguments, None, stack))("a")
-            return await session.turn(TurnRequest(messages=(Message(role="user", content="1+1?"),)))
-
-    reply = asyncio.run(work())
-    (request,) = asked
+def test_its_engine_stops_at_the_end_marks_of_the_model_and_no_client_reads_one(first_turn, capsys):
+    reply, request, tokenizer = first_turn("glm-4", {"eos_token_id": 256})
     assert [tokenizer.decode([i]) for i in request.sampling.stop_token_ids] == [
         *("<|endoftext|>", "<|user|>", "<|observation|>")
     ]
     assert (reply.text, reply.content) == ("\nhi", "\nhi")
     assert "the engine stops also at '<|user|>' (260; by the chat template), '<|obs" in capsys.readouterr().err
+
+
+def test_its_template_reads_the_variables_of_the_command_and_refuses_others(first_turn):
+    moody = "{{ messages[-1].content }} {{ mood | default('any') }}<|im_end|>"
+    of_command = serve_policy.command.make_context("serve-policy", ["there", "--template-kwargs", '{"mood": "calm"}'])
+    _, request, tokenizer = first_turn(
+        "qwen-3", None, template=moody, template_kwargs=of_command.params["template_kwargs"]
+    )
+    assert tokenizer.decode(request.prompt_token_ids).startswith("1+1? calm")
+    with pytest.raises(click.UsageError, match=r"--template-kwargs.thinking: true has no effect: .* reads no such"):
+        first_turn("qwen-3", None, template=moody, template_kwargs={"thinking": True})
+    for given in ("[1]", "{mood: calm}", "9" * 5000):
+        with pytest.raises(click.BadParameter, match="is no JSON"):
+            serve_policy.command.make_context("serve-policy", ["there", "--template-kwargs", given])
 
 
 @pytest.mark.parametrize(
