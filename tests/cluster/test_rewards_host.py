@@ -80,9 +80,12 @@ async def main(folder):
             await asyncio.sleep(0.2)
     _, alive = psutil.wait_procs(workers, timeout=patient(10))
     print("outages", outages > 0, "scores", set(scores), "restarts", scorer.restarts, "orphans", len(alive), flush=True)
+    # As when the run starts again, and Ray has not yet given up the names of those that died.
+    again = await scorer._plan.start(0)
+    print("again", await again.close.remote(), flush=True)
     await scorer.close()
 
-with ray_runtime(num_processes=2, env={}):
+with ray_runtime(num_processes=3, env={}):
     asyncio.run(main(sys.argv[1]))
 """
 
@@ -114,6 +117,7 @@ def test_slow_answers_delay_no_others_and_a_killed_reward_host_comes_back(tmp_pa
     assert "rewards.boxed: the first 16 scored responses hold no readable answer" in done.stderr, done.stderr[-3000:]
     assert "no torch" in done.stdout, "seconds of a core and 300 MB in a process that decodes text"
     assert "outages True scores {1.0} restarts 1 orphans 0" in done.stdout, done.stdout + done.stderr[-3000:]
+    assert "again None" in done.stdout, done.stdout + done.stderr[-3000:]
 
 
 class Listening:

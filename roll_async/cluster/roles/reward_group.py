@@ -16,6 +16,7 @@ from typing import Protocol
 
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import ActorAlreadyExistsError
 
 from roll_async.buffer.errors import RoleFailed, StallError
 from roll_async.cluster.ray_channel import RayChannel, wait_ended
@@ -139,9 +140,7 @@ class HostPlan:
             "max_concurrency": _CONCURRENT_CALLS,
             "runtime_env": {"env_vars": {**self.env, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}},
         }
-        # Numbered: Ray may still have the host that died under its name.
-        host = RewardHost.options(**options, name=f"rewards-{attempt}").remote(dict(self.rewards))
-        assert isinstance(host, ActorHandle)  # Ray says "or the class itself", for the sake of editors
+        host = self._host(attempt, options)
         try:
             tokenizer = await asyncio.to_thread(load_tokenizer, self.tokenizer_folder)  # while the process starts
             # Marks that only a template has are special tokens, which are left out anyway.
@@ -150,6 +149,15 @@ class HostPlan:
         except BaseException:  # also when cancelled: the process must not be left
             ray.kill(host)
             raise
+        return host
+
+    def _host(self, number: int, options: Mapping[str, object]) -> ActorHandle:
+        """Its process. Ray may still have one that died under its name, and a run that starts again counts anew."""
+        try:
+            host = RewardHost.options(**options, name=f"rewards-{number}").remote(dict(self.rewards))
+        except ActorAlreadyExistsError:
+            return self._host(number + 1, options)
+        assert isinstance(host, ActorHandle)  # Ray says "or the class itself", for the sake of editors
         return host
 
     def calls(self, host: ActorHandle) -> RewardCalls:

@@ -57,4 +57,4 @@ def test_the_role_redirects_into_the_folder_that_the_launcher_puts_into_its_envi
     assert 'redirect_output(Path(folder) / f"{name}.log")' in opened.read_text()
     assert "FOLDER_VARIABLE: str(logs)" in opened.read_text()
     assert "env = role_environment(folder.role_logs())" in run.read_text()
-    assert "ray_runtime(num_processes=len(placements.all) + 2, env=env)" in run.read_text()
+    assert "ray_runtime(num_processes=len(processes) + 2, env=env)" in run.read_text()
