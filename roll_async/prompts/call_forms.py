@@ -28,7 +28,6 @@ from roll_async.prompts.tool_calls import (
 
 Render = Callable[[list[dict]], str]
 """A chat as the template says it, with PROBE_TOOL offered; empty where it refuses."""
-_SPACE = re.compile(r"\s*")
 _TYPES: Mapping[type, frozenset[str]] = {
     bool: frozenset({"boolean"}),
     int: frozenset({"integer", "number"}),
