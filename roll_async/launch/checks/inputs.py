@@ -26,7 +26,7 @@ _DATASET = re.compile(r"hf://datasets/([^/]+/[^/]+)/(.+)")
 _MODELSCOPE = "modelscope://"
 # Without the copies in other formats that repositories hold beside: twice the download.
 _MODEL_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py")
-_MAKERS = {"demo_assets": "make demo-assets", "gsm8k_assets": "python tools/make_gsm8k_assets.py"}
+_MAKERS = {"demo_assets": "roll-async demo --assets-only", "gsm8k_assets": "python tools/make_gsm8k_assets.py"}
 
 
 def is_hub_name(model: str) -> bool:
@@ -43,13 +43,18 @@ def is_hub_name(model: str) -> bool:
 
 def missing_inputs(config: PipelineConfig) -> list[tuple[str, str]]:
     """(key, message) of every folder and file that should be on this disk and is not. Names on hubs are not checked."""
-    where = "" if Path.cwd() == CHECKOUT else f" (in {CHECKOUT})"
-    found: list[tuple[str, str]] = []
-    found += [(key, problem) for key, model in models_of(config).items() if (problem := missing_model(model))]
+    found = [(key, problem) for key, model in models_of(config).items() if (problem := missing_model(model))]
     for key, file in files_of(config):
         if not file.startswith("hf://") and not Path(file).is_file():
             found.append((key, missing_file(file)))
-    return [(key, f"{said}{where}" if "; make it with: " in said else said) for key, said in found]
+    return [(key, said + _where(said)) for key, said in found]
+
+
+def _where(said: str) -> str:
+    """Where the command is typed that makes a file: a script of a checkout there, one of ours where the run starts."""
+    if not re.search("; make it with: (python|bash) ", said) or Path.cwd() == CHECKOUT:
+        return ""
+    return f" (in {CHECKOUT if (CHECKOUT / 'tools').is_dir() else 'a checkout of roll_async'})"
 
 
 def missing_model(model: str) -> str | None:
