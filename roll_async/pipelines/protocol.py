@@ -184,7 +184,7 @@ class PipelineParts:
     observer: RunObserver
     validate: ValidationMeasure | None = None
     devices: Devices = OWN_DEVICES
-    dump: Callable[[int, Sequence[Group], Sequence[array]], None] | None = None
+    dump: Callable[[int, Sequence[Group], Sequence[array], Sequence[array]], None] | None = None
     """Called with the groups of every step, and the advantages of their rows (`StepReport.advantages`)."""
     export: Callable[[str], Awaitable[None]] | None = None
     """Writes the trained model into a folder that transformers loads; None = there is no model."""

@@ -376,7 +376,7 @@ class TrainLoop:
         self._observer.step(record.step, {**metrics, **record.agreement, **validation})
         trace_step(self._observer, record)
         if self._dump is not None:
-            self._dump(record.step, record.groups, record.report.advantages)
+            self._dump(record.step, record.groups, record.report.advantages, record.report.trainer_logprobs)
 
     def _publish_late(self, validation: Mapping[str, float]) -> None:
         """A result that belongs to no record of a step."""
