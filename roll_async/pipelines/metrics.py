@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
@@ -12,6 +12,7 @@ from roll_async.buffer.freshness import BatchFreshness
 from roll_async.buffer.states import QueueStats
 from roll_async.observe.sample_dump import EVERY_GROUP, chosen_groups
 from roll_async.pipelines.protocol import RunObserver
+from roll_async.rollout.dispatch.replica_link import RequestSpan
 from roll_async.rollout.rollouter import RollouterStats
 from roll_async.schema import FinishReason, Group, Reward, Sample
 from roll_async.trainer.protocol import StepReport
@@ -78,10 +79,20 @@ class StepRecord:
         return self.ages.max_versions
 
 
-def trace_step(observer: RunObserver, record: StepRecord) -> None:
-    """The trace's spans of one training step."""
+def trace_step(
+    observer: RunObserver, record: StepRecord, requests: Sequence[RequestSpan], engines: Iterable[str]
+) -> None:
+    """The trace's spans of one training step, and of the requests that ended in it; an arrow from the trainer to each
+    engine that was given weights.
+    """
     for name, started, ended in record.clock.spans:
         observer.span("trainer", name, started, ended, step=record.step)
+        if name == "weight_sync" and record.sync is not None:
+            for engine in engines:
+                version = f"weights of step {record.step}"
+                observer.span(f"weights of {engine}", version, started, ended, arrow_from="trainer")
+    for engine, sent_s, ended_s in requests:
+        observer.span(engine, "request", sent_s, ended_s)
     for group in record.groups:
         observer.span("groups", f"group {group.group_id}", group.admitted_s, group.finished_s, trained_by=record.step)
 
