@@ -25,6 +25,8 @@ REQUIRED_KEYS = (
     "correction/rho_max", "time/step_s", "time/wait_batch_s", "time/train_s", "time/logprobs_s", "time/weight_sync_s",
     "time/pause_s", "throughput/samples_per_s", "throughput/tokens_per_s", "idle/trainer", "idle/engines",
 )  # fmt: skip
+_COUNTERS = ("groups/buffered", "groups/in_flight", "staleness/mean", "staleness/max")
+"""Drawn over time in the trace."""
 
 
 class Recorder:
@@ -79,6 +81,9 @@ class Recorder:
         if self._gpus is not None:
             full |= self._gpus.metrics()
         self._folder.append_metrics(full)
+        if self._trace is not None:
+            self._trace.counters(time.monotonic(), {key: full[key] for key in _COUNTERS})  # the clock of event loops
+            self._trace.flush()
         logged = self._logged(full)
         if logged:
             for tracker in [*self._of_branch, *self._lasting]:
