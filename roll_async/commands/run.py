@@ -133,6 +133,7 @@ def opened(
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     outlive_state_requests()  # before the record tells anybody the process to ask
     config, folder, notices = open_run(config)
+    held.callback(folder.close_log)
     folder.open_log(*(hooks.log_names if hooks else ()), modules=hooks.modules if hooks else ())
     for notice in notices:
         logger.warning(notice)

@@ -68,10 +68,10 @@ def write(
         raise ValueError(f"{place} is there and not empty; name another folder, which is made")
     choices = template.Choices(
         name=name or place.resolve().name,
-        model=_absolute(model),
+        model=template.absolute(model),
         billions=size,
         context=context,
-        file=_absolute(file),
+        file=template.absolute(file),
         columns=columns,
         reward=kind,
         gpus=gpus,
@@ -83,8 +83,3 @@ def write(
     for file_name, text in files.items():
         (place / file_name).write_text(text)
     return [place / file_name for file_name in files]
-
-
-def _absolute(path: str) -> str:
-    """Of what is here: the config may be used in another folder."""
-    return str(Path(path).resolve()) if Path(path).exists() else path

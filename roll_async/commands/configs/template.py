@@ -77,6 +77,10 @@ class Choices:
     gpus: int
     engine: str = "vllm"
     """hf_infer where vLLM is not installed, on CPU."""
+    prompts: int | None = None
+    """Of a step; None = by the number of GPUs."""
+    samples: int = 8
+    """Answers to each prompt."""
 
 
 class DeviceLayout(NamedTuple):
@@ -102,7 +106,9 @@ def describe_model(model: str, billions: float | None = None) -> tuple[float, in
         said = re.search(r"(\d+(?:\.\d+)?)[bB](?![a-zA-Z])", Path(model).name)
         billions = billions if billions is not None else float(said[1]) if said else None
         if billions is None:
-            raise ValueError(f"--model {model}: no folder here with a config.json, and its name has no size; add --size")
+            raise ValueError(
+                f"model {model}: no folder with a config.json, and its name has no size; give the size, too"
+            )
         return billions, 32_768
     from roll_async.trainer.megatron.memory_estimate import rank_memory
     from roll_async.trainer.megatron.settings import MegatronSettings
@@ -119,6 +125,11 @@ def describe_data(data: str) -> tuple[str, Mapping[str, str]]:
     for where, record in read_records(data, bad):
         return data, found_columns(record, where)
     raise ValueError(f"{data} has no rows" + (f": {bad.problems[0]}" if bad.problems else ""))
+
+
+def absolute(path: str) -> str:
+    """Of what is here: the config may be used in another folder."""
+    return str(Path(path).resolve()) if Path(path).exists() else path
 
 
 def reward_type(reward: str) -> str:
@@ -173,11 +184,12 @@ def _layouts(gpus: int) -> Iterator[DeviceLayout]:
 
 def _text(choices: Choices, layout: DeviceLayout) -> str:
     on_cpu, toy = choices.gpus == 0, choices.billions < _TOY_BILLIONS
-    prompts = 16 if on_cpu else 32 if choices.gpus == 1 else 64
+    prompts = choices.prompts or (16 if on_cpu else 32 if choices.gpus == 1 else 64)
     prompt, response = (256, 256) if on_cpu else (512, 1024) if choices.billions < 1 else (1024, 2048)
     if prompt + response > choices.context:
         prompt, response = choices.context // 2, choices.context - choices.context // 2
-    samples, ranks = prompts * 8, layout.trainers // layout.tensor
+    samples, rate = prompts * choices.samples, "3.0e-4" if toy else "1.0e-6"
+    accumulation = max(1, samples // (layout.trainers // layout.tensor))
     tokens = max(4096 if on_cpu else 8192, prompt + response)
     settings = [f"tensor_model_parallel_size: {layout.tensor}, sequence_parallel: true"] if layout.tensor > 1 else []
     settings += ["recompute_granularity: full"] if layout.recompute else []
@@ -193,24 +205,25 @@ def _text(choices: Choices, layout: DeviceLayout) -> str:
     how = "trainer and engine take turns" if together else "the next batch is generated while one is trained"
     head = f"{Path(choices.model).name}, {choices.billions:g} B parameters, {where}: {how}"
     return f"""\
-# {head}. Check: roll-async validate FILE; every key: docs_roll/configuration.md.
-# Derived: {prompts} groups * 8 = {samples} samples per step = 1 optimizer step.
+# {head}.
+# Check it with `roll-async validate FILE` and `roll-async show FILE --memory`; all keys: docs_roll/configuration.md.
+# Derived: {prompts} groups * {choices.samples} = {samples} samples per step = 1 optimizer step.
 exp_name: {_scalar(choices.name)}  # output goes to output/{choices.name}
 pretrain: {_scalar(choices.model)}
 max_steps: 200
 save_steps: 50  # a checkpoint; the model as a Transformers folder is written at the end
 rollout_batch_size: {prompts}  # prompts of a step
-num_return_sequences_in_group: 8  # answers to each prompt, which are compared with one another
+num_return_sequences_in_group: {choices.samples}  # answers to each prompt, which are compared with one another
 prompt_length: {prompt}  # tokens; longer prompts are skipped
-response_length: {response}  # tokens; longer answers are cut, which response/cut_share shows
-async_generation_ratio: {int(not together)}  # batches generated ahead: 0 = none, and trainer and engine wait for each other
+response_length: {response}  # tokens; longer answers are cut (response/length_max)
+async_generation_ratio: {int(not together)}  # batches generated ahead: 0 = each side waits for the other
 rewards:
   {rule}: {{{reward}}}
 actor_train:
 {_devices(0, 0 if on_cpu else layout.trainers)}  micro_batching: {"dynamic" if on_cpu else "packed"}
   max_tokens_per_microbatch: {tokens}  # less when memory is short
 {"  model_args: {dtype: fp32}" + chr(10) if on_cpu else ""}\
-  training_args: {{learning_rate: {"3.0e-4" if toy else "1.0e-6"}, gradient_accumulation_steps: {samples // ranks}}}
+  training_args: {{learning_rate: {rate}, gradient_accumulation_steps: {accumulation}}}
   data_args: {{{", ".join(f"{key}: {_scalar(value)}" for key, value in data.items())}}}
   strategy_args: {{strategy_name: megatron_train{_settings(settings)}}}
 actor_infer:
