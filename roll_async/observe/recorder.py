@@ -59,6 +59,8 @@ class Recorder:
         self._logging_steps = logging_steps
         self._started = time.monotonic()
         self._begun = False
+        self.on_step: Callable[[int, Mapping[str, float]], object] | None = None
+        """The user's own; called at last, with all that metrics.jsonl has of the step."""
         self.restarts = 0
         """Number of restarts of all roles (fault.max_run_restarts)."""
         with ExitStack() as undo:
@@ -90,6 +92,8 @@ class Recorder:
                 self._tell(tracker, step, logged)
         self._progress.show(full)
         self._alarm(step, full)
+        if self.on_step is not None:
+            self.on_step(step, full)
 
     def _tell(self, tracker: Tracker, step: int, metrics: Mapping[str, float]) -> bool:
         """Whether the tracker took it. One that raises is told nothing more."""

@@ -495,15 +495,19 @@ class TrainLoop:
         metrics = step_metrics(record, self._queue.stats(), rollout, before, devices_per_engine=devices)
         if self.validator.apart and self._plan.eval_every:
             metrics["validation/skipped"] = float(self.validator.num_skipped)
-        custom = self._compute_custom_metrics(StepGroups(record.groups)) or {}
+        custom = self.compute_custom_metrics(StepGroups(record.groups)) or {}
         return {**metrics, **self._mode_metrics(record), **custom}  # the user's keys last: they win
 
     def _mode_metrics(self, record: StepRecord) -> Mapping[str, float]:
         """Metrics of the mode of the run; none here."""
         return {}
 
-    def _compute_custom_metrics(self, batch: StepGroups) -> Mapping[str, float] | None:
+    def compute_custom_metrics(self, batch: StepGroups) -> Mapping[str, float] | None:
         """Hook: more metrics of a step, by key, from the groups that it trained; `batch.to_dataproto()` has them in the
         form of verl. They are published like all others.
         """
+        return self._compute_custom_metrics(batch)
+
+    def _compute_custom_metrics(self, batch: StepGroups) -> Mapping[str, float] | None:
+        """The hook under the name that it has in other documents."""
         return None

@@ -103,7 +103,7 @@ class GenerationBatch:
 class Rollouter:
     """Produces finished groups until the data ends or `stop` is called.
 
-    Sub-class it and override `_custom_generation_logic(batch)` to change how groups are generated; hand the class to
+    Sub-class it and override `custom_generation_logic(batch)` to change how groups are generated; hand the class to
     `FullyAsyncMain`.
     """
 
@@ -195,11 +195,11 @@ class Rollouter:
         self._first.started(batch.slot.group_id)
         try:
             with border():  # the loss of all replicas ends the run by the engine watch
-                outcome = self._custom_generation_logic(batch)
+                outcome = self.custom_generation_logic(batch)
                 if inspect.isawaitable(outcome):
                     outcome = await outcome
                 if not isinstance(outcome, GroupOutcome | None):
-                    raise TypeError(f"_custom_generation_logic gave {type(outcome).__name__}, not a GroupOutcome")
+                    raise TypeError(f"custom_generation_logic gave {type(outcome).__name__}, not a GroupOutcome")
         except OutsideError as error:
             logger.error("group %d: %s", batch.slot.group_id, error, exc_info=error.__cause__)
             outcome = GroupOutcome(fate=GroupFate.FAILED, reason=str(error))
@@ -208,10 +208,14 @@ class Rollouter:
         # Last, because it may end the run: the group is accounted for by now.
         self._first.ended(batch.slot.group_id, batch.prompt.domain, outcome)
 
-    def _custom_generation_logic(self, batch: GenerationBatch) -> GroupOutcome | Awaitable[GroupOutcome | None] | None:
+    def custom_generation_logic(self, batch: GenerationBatch) -> GroupOutcome | Awaitable[GroupOutcome | None] | None:
         """Hook, plain or async, called before a group is generated. An outcome replaces the generation; None goes on
         with `generate(batch)`, which the hook may also call itself.
         """
+        return self._custom_generation_logic(batch)
+
+    def _custom_generation_logic(self, batch: GenerationBatch) -> GroupOutcome | Awaitable[GroupOutcome | None] | None:
+        """The hook under the name that it has in other documents."""
         return None
 
     async def generate(self, batch: GenerationBatch) -> GroupOutcome:
