@@ -150,6 +150,10 @@ class TrackingConfig:
     """Largest value of a metric by its key, as fully_async/stale_samples_ratio: a step above it is a warning on the
     console and in the log.
     """
+    samples_every: int = bounded(10, ">= 0")
+    """Steps between two panels with a prompt, its best and its worst answer, on the screen and to the trackers; the
+    first step of a start has one, too. 0 = none.
+    """
     rollout_dump_dir: str | None = None
     """Folder for the trained samples as JSONL; null = none."""
 

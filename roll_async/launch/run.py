@@ -62,7 +62,7 @@ async def build_run(
     writes is complete when the stack closes.
     """
     (training, rollout), (recorder, folder) = started, observers
-    actor, samples = training["actor_train"], _sample_dump(config, stack)
+    actor, samples = training["actor_train"], _sample_dump(config, stack, recorder)
     learner = Learner(learner_parts(config, training), LearnerOptions.of(config))
     checkpoints = checkpoints_of(config, folder.record)
     saved = {name: training[name] for name in ("actor_train", "critic") if name in training}
@@ -90,9 +90,10 @@ async def build_run(
     return build_pipeline(parts, RunPlan.of(config, first_step=restored + 1, measures_restored=lost_result), hooks)
 
 
-def _sample_dump(config: PipelineConfig, stack: AsyncExitStack) -> SampleDump | None:
+def _sample_dump(config: PipelineConfig, stack: AsyncExitStack, recorder: Recorder) -> SampleDump | None:
     if config.tracking.rollout_dump_dir is None:
         return None
-    samples = SampleDump(config.tracking.rollout_dump_dir, load_tokenizer(config.pretrain).batch_decode)
+    decode = load_tokenizer(config.pretrain).batch_decode
+    samples = SampleDump(config.tracking.rollout_dump_dir, decode, show=recorder.samples)
     stack.callback(samples.close)
     return samples

@@ -17,8 +17,11 @@ Decode = Callable[[list[list[int]]], Sequence[str]]
 class SampleDump:
     """`tracking.rollout_dump_dir`. A write that fails is raised by the next call."""
 
-    def __init__(self, folder: str | Path, decode: Decode) -> None:
-        self._folder, self._decode = Path(folder), decode
+    def __init__(
+        self, folder: str | Path, decode: Decode, *, show: Callable[[int, Sequence[Row]], None] | None = None
+    ) -> None:
+        """`show`: is called in the thread with a step and its rows, texts included."""
+        self._folder, self._decode, self._show = Path(folder), decode, show
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -36,15 +39,18 @@ class SampleDump:
     def _write(self, step: int, rows: list[Row]) -> None:
         prompts = self._decode([row["prompt_token_ids"] for row in rows])  # type: ignore[misc]
         responses = self._decode([row["response_token_ids"] for row in rows])  # type: ignore[misc]
-        lines = [
-            json.dumps({"step": step, **row, "prompt": prompt, "response": response}, ensure_ascii=False)
+        shown: list[Row] = [
+            {"step": step, **row, "prompt": prompt, "response": response}
             for row, prompt, response in zip(rows, prompts, responses, strict=True)
         ]
+        lines = [json.dumps(row, ensure_ascii=False) for row in shown]
         target = self._folder / f"step_{step:08d}.jsonl"
         partial = target.with_suffix(".partial")
         with writing(target):
             partial.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
             partial.replace(target)
+        if self._show is not None:
+            self._show(step, shown)
 
     def flush(self) -> None:
         """Wait until everything is on the disk."""
