@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -286,8 +287,11 @@ def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, hooks: UserHo
         flush=True,
     )
     env = role_environment(folder.role_logs())
+    started = time.monotonic()
+    recorder.screen.phase("Ray")
     try:
         with ray_runtime(num_processes=len(processes) + 2, env=env) as runtime:
+            recorder.screen.phase("Ray", time.monotonic() - started)
             end = run_to_end(lambda: _train(config, runtime, (recorder, folder), hooks))
     except BaseException:  # the first error is the one that is told
         with suppress(OSError):
@@ -301,7 +305,7 @@ def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, hooks: UserHo
 def _recorder(config: RLVRConfig | AgenticConfig, folder: RunFolder) -> Recorder:
     """Everything that observes the run. Raises ValueError for a tracker that cannot be opened."""
     from roll_async.observe.machine import gpus_of_machine
-    from roll_async.observe.progress import ProgressLine
+    from roll_async.observe.progress import Screen
     from roll_async.observe.prometheus import PrometheusTracker
     from roll_async.observe.recorder import Recorder
     from roll_async.observe.trace import Trace
@@ -323,8 +327,9 @@ def _recorder(config: RLVRConfig | AgenticConfig, folder: RunFolder) -> Recorder
     return Recorder(
         folder,
         trackers,
-        ProgressLine(config.max_steps),
+        Screen(config.max_steps),
         logging_steps=config.logging_steps,
+        samples_every=tracking.samples_every,
         trace=Trace(folder.path / "trace.json") if tracking.trace else None,
         gpus=gpus_of_machine(),
         create={name: partial(create, name) for name in tracking.track_with},

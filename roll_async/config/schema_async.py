@@ -154,6 +154,10 @@ class TrackingConfig:
     """Groups of each step whose samples are kept in samples/ of the run's folder: the best, the worst, others between
     them. 0 = none.
     """
+    samples_every: int = bounded(10, ">= 0")
+    """Steps between two panels with a prompt, its best and its worst answer, on the screen and to the trackers; the
+    first step of a start has one, too. 0 = none.
+    """
     rollout_dump_dir: str | None = None
     """Folder for all trained samples as JSONL; null = none."""
 

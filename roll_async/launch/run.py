@@ -64,7 +64,7 @@ async def build_run(
     writes is complete when the stack closes.
     """
     (training, rollout), (recorder, folder) = started, observers
-    actor, samples = training["actor_train"], _sample_dump(config, folder.path, stack)
+    actor, samples = training["actor_train"], _sample_dump(config, stack, observers)
     learner = Learner(learner_parts(config, training), LearnerOptions.of(config))
     checkpoints = checkpoints_of(config, folder.record)
     saved = {name: training[name] for name in ("actor_train", "critic") if name in training}
@@ -92,13 +92,15 @@ async def build_run(
     return build_pipeline(parts, RunPlan.of(config, first_step=restored + 1, measures_restored=lost_result), hooks)
 
 
-def _sample_dump(config: PipelineConfig, run: Path, stack: AsyncExitStack) -> SampleDump | None:
-    tracking = config.tracking
-    folders = {run / SAMPLES: tracking.samples_per_step} if tracking.samples_per_step else {}
+def _sample_dump(
+    config: PipelineConfig, stack: AsyncExitStack, observers: tuple[Recorder, RunFolder]
+) -> SampleDump | None:
+    tracking, (recorder, run) = config.tracking, observers
+    folders = {run.path / SAMPLES: tracking.samples_per_step} if tracking.samples_per_step else {}
     if tracking.rollout_dump_dir is not None:  # may be that folder
         folders[Path(tracking.rollout_dump_dir)] = EVERY_GROUP
     if not folders:
         return None
-    samples = SampleDump(folders, load_tokenizer(config.pretrain).batch_decode)
+    samples = SampleDump(folders, load_tokenizer(config.pretrain).batch_decode, show=recorder.samples)
     stack.callback(samples.close)
     return samples

@@ -106,12 +106,15 @@ def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:
     return {
         **reward_metrics(groups),
         "reward/mean": mean([reward.score for reward in rewards]),
+        "reward/min": min((reward.score for reward in rewards), default=0.0),
+        "reward/max": max((reward.score for reward in rewards), default=0.0),
         "reward/accuracy": mean([accuracy(reward) for reward in rewards]),
         "reward/accuracy_complete": mean(
             [complete_accuracy(rows[0].reward, rows) for rows in trajectories if rows[0].reward is not None]
         ),
         "response/length_mean": mean(lengths),
         "response/length_max": float(max(lengths, default=0)),
+        "response/truncated": mean([float(rows[-1].finish_reason is FinishReason.LENGTH) for rows in trajectories]),
     }
 
 
