@@ -46,7 +46,8 @@ async def started_roles(
     await wait_names_free()  # of the roles before a restart
     async with AsyncExitStack() as stack:
         starting = asyncio.ensure_future(start_run(config, runtime, stack, observers, hooks))
-        since = asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
+        since = loop.time()
         on_stop_signals(starting.cancel)  # there is no pipeline yet to be asked to stop
         try:
             observers[0].screen.phase("engines and trainer")
