@@ -71,7 +71,7 @@ def summary(metrics: Sequence[Metrics], rows: Sequence[tuple[str, str]]) -> str:
 
 _CAUSES = {
     "idle/trainer_rollouts": "answers", "idle/trainer_rewards": "scores", "idle/trainer_roles": "reference or teacher",
-    "idle/trainer_collation": "tensors", "idle/trainer_weights": "weight pushes", "idle/trainer_validation": "validation",
+    "idle/trainer_collation": "tensors", "idle/trainer_weights": "pushes", "idle/trainer_validation": "validation",
     "idle/trainer_checkpoint": "checkpoints", "idle/trainer_records": "the ledger",
 }  # fmt: skip
 
