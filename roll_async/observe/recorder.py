@@ -28,6 +28,8 @@ REQUIRED_KEYS = (
     "correction/rho_max", "time/step_s", "time/wait_batch_s", "time/train_s", "time/logprobs_s", "time/weight_sync_s",
     "time/pause_s", "throughput/samples_per_s", "throughput/tokens_per_s", "idle/trainer", "idle/engines",
 )  # fmt: skip
+_COUNTERS = ("groups/buffered", "groups/in_flight", "staleness/mean", "staleness/max")
+"""Drawn over time in the trace."""
 
 _FLAT_STEPS = 3
 """Steps from the start whose answers all have one score before that is worth a warning."""
@@ -68,6 +70,8 @@ class Recorder:
         self._flat = _FlatReward()
         self._started = time.monotonic()
         self._begun = False
+        self.on_step: Callable[[int, Mapping[str, float]], object] | None = None
+        """The user's own; called at last, with all that metrics.jsonl has of the step."""
         self.restarts = 0
         """Number of restarts of all roles (fault.max_run_restarts)."""
         with ExitStack() as undo:
@@ -93,6 +97,9 @@ class Recorder:
         if self._gpus is not None:
             full |= self._gpus.metrics()
         self._folder.append_metrics(full)
+        if self._trace is not None:
+            self._trace.counters(time.monotonic(), {key: full[key] for key in _COUNTERS})  # the clock of event loops
+            self._trace.flush()
         logged = self._logged(full)
         self._tell_samples()
         if logged:
@@ -101,6 +108,8 @@ class Recorder:
         self.screen.show(full)
         self._alarm(step, full)
         self._flat.look(full)
+        if self.on_step is not None:
+            self.on_step(step, full)
 
     def samples(self, step: int, rows: Sequence[Row]) -> None:
         """Rows that a step trained, with their texts. Called by the thread that decodes them: the screen shows them at

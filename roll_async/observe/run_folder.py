@@ -113,6 +113,14 @@ class RunFolder:
                 own.handlers[:] = [*files, _console(logging.INFO)]
                 own.propagate = False  # a handler of the script at the root would say it twice
 
+    def close_log(self) -> None:
+        """What is logged from now on is not of this run."""
+        root = logging.getLogger("roll_async")
+        for handler in root.handlers:
+            handler.close()
+        root.handlers.clear()
+        root.propagate = True
+
     @property
     def last_step(self) -> int:
         """Last step with metrics; 0 = there is none."""

@@ -126,7 +126,8 @@ def started_with(config: RLVRConfig) -> dict[str, object]:
             said["save waits for the files"] = loop._pending is None
             await loop.finish()
             await checkpoint.restore_loop(config, {}, learner, saved)  # type: ignore[arg-type]
-            launch_run._sample_dump(config, stack, SimpleNamespace(samples=part("samples")))  # type: ignore[arg-type]
+            observers = SimpleNamespace(samples=part("samples")), SimpleNamespace(path=Path("run"))
+            launch_run._sample_dump(config, stack, observers)  # type: ignore[arg-type]
             clients = SimpleNamespace(start_all=later("start", ["one", "two", "three"]))
             await rollout.start_engines(config, clients, later("beside")(), stack)  # type: ignore[arg-type]
             await started_rollout(config, stack).build(config, process, UserHooks(), "run", 0, None)  # type: ignore[arg-type]
