@@ -38,7 +38,16 @@ class Dice:
     """A tool: one roll."""
 
     Options = Options
-    schemas = ({"name": "roll", "description": "Roll a die.", "parameters": {"type": "object", "properties": {}}},)
+    schemas = (
+        {
+            "type": "function",
+            "function": {
+                "name": "roll",
+                "description": "Roll a die.",
+                "parameters": {"type": "object", "properties": {}},
+            },
+        },
+    )
 
     def __init__(self, options):
         self._options = options

@@ -79,7 +79,8 @@ match program:
         from roll_async.cli import COMMANDS, main
 
         assert args[0] in COMMANDS
-        sys.exit(main(args) if args[0] in ("validate", "show", "plan") else main([args[0], "--help"]))
+        if code := main(args) if args[0] in ("validate", "show", "plan") else main([args[0], "--help"]):
+            sys.exit(code)
     case _:
         typed(args[0], args[1:])
 print("typed", program, *args)
@@ -139,7 +140,7 @@ def shell(tmp_path) -> Shell:
 def test_the_commands_of_a_document_work_in_one_shell_as_typed(document, shell):
     typed = commands(document)
     assert typed, f"{document} shows no command"
-    done = shell.type(typed, ROOT)
+    done = shell.type(typed, (ROOT / document).parent if "my_project" in document else ROOT)
     assert done.returncode == 0, f"{typed}\n{done.stdout}\n{done.stderr}"
     assert done.stdout.count("typed ") >= len([line for line in typed if not line.startswith(("export", "nohup"))])
 
