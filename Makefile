@@ -40,17 +40,10 @@ $(STAMP): pyproject.toml Makefile
 	@touch $@
 
 demo-assets: setup
-	@$(PY) tools/make_demo_assets.py --output output/demo_assets
+	@$(PY) -m roll_async demo --assets-only
 
-demo: demo-assets
-	@if $(PY) -c "import importlib.util as u, sys; sys.exit(u.find_spec('vllm') is None)"; then \
-	  echo "python examples/start_rlvr_pipeline.py --config rlvr_config_async_cpu.yaml"; \
-	  $(PY) examples/start_rlvr_pipeline.py --config rlvr_config_async_cpu.yaml; \
-	else \
-	  echo "vLLM has no CPU build for this platform: running on the Hugging Face engine"; \
-	  $(PY) examples/start_rlvr_pipeline.py --config rlvr_config_async_cpu.yaml \
-	    actor_infer.strategy_args='{strategy_name: hf_infer}'; \
-	fi
+demo: setup
+	@$(PY) -m roll_async demo
 
 demo-agentic: setup
 	@$(PY) tools/make_agentic_assets.py --output output/agentic_assets

@@ -5,9 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+import click
+
+from roll_async import __version__
 from roll_async.commands.command_line import EXIT_CODES, Commands, execute
 
 COMMANDS = {
+    "demo": ("roll_async.commands.demo.demo", "a tiny model learns to add numbers, on this machine's CPU"),
+    "new": ("roll_async.commands.configs.new", "write a first config and a reward for a model, data and GPUs"),
     "run": ("roll_async.commands.run", "train what a config says"),
     "validate": ("roll_async.commands.configs.validate", "check configs, one line each"),
     "show": (
@@ -35,15 +40,17 @@ _HELP = """Asynchronous reinforcement-learning post-training: Megatron trains, v
 
 \b
 Example:
-  roll-async validate configs/rlvr_config_async_cpu.yaml
+  roll-async demo
+  roll-async validate rlvr_config_async_cpu
   roll-async run --config rlvr_config_async_cpu max_steps=5
 """
 
 app = Commands(COMMANDS, name="roll-async", help=_HELP, epilog=EXIT_CODES, no_args_is_help=False)
+app = click.version_option(__version__, message="roll-async %(version)s")(app)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `roll-async` and `python -m roll_async.cli`; returns the exit code."""
+    """Entry point of `roll-async` and `python -m roll_async`; returns the exit code."""
     return execute(app, sys.argv[1:] if argv is None else argv, "roll-async")
 
 

@@ -56,7 +56,7 @@ def test_the_loop_is_two_files_from_the_start_script_a_weight_push_three_and_the
 
 
 LIMITS = {
-    "lines": 64_700,
+    "lines": 64_800,
     "classes": 793,
     "dataclasses": 361,
     "protocols": 64,

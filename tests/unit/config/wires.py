@@ -126,7 +126,8 @@ def started_with(config: RLVRConfig) -> dict[str, object]:
             said["save waits for the files"] = loop._pending is None
             await loop.finish()
             await checkpoint.restore_loop(config, {}, learner, saved)  # type: ignore[arg-type]
-            launch_run._sample_dump(config, stack)
+            observers = SimpleNamespace(samples=part("samples")), SimpleNamespace(path=Path("run"))
+            launch_run._sample_dump(config, stack, observers)  # type: ignore[arg-type]
             clients = SimpleNamespace(start_all=later("start", ["one", "two", "three"]))
             await rollout.start_engines(config, clients, later("beside")(), stack)  # type: ignore[arg-type]
             await started_rollout(config, stack).build(config, process, UserHooks(), "run", 0, None)  # type: ignore[arg-type]
@@ -159,7 +160,7 @@ def started_with(config: RLVRConfig) -> dict[str, object]:
         patch.setattr(trackers, "create_tracker", part("tracker"))
         patch.setattr(prometheus, "PrometheusTracker", part("prometheus"))
         patch.setattr(trace, "Trace", part("trace"))
-        patch.setattr(progress, "ProgressLine", part("progress"))
+        patch.setattr(progress, "Screen", part("progress"))
         patch.setattr(recorder, "Recorder", observer)
         patch.setattr(machine, "gpus_of_machine", lambda: None)
         asyncio.run(start())
