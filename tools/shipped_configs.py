@@ -47,11 +47,13 @@ def cluster_table() -> list[str]:
 
 def memory_table() -> list[str]:
     """A line per config, devices and role."""
-    rows = []
-    for path in shipped():
-        for use in device_uses(check_supported(path).config, DEVICE_BYTES):
-            rows += [f"| {path.stem} | {row}" for row in _memory_rows(use)]
-    return [*MEMORY_HEAD, *rows]
+    return [*MEMORY_HEAD, *(row for path in shipped() for row in memory_rows(path))]
+
+
+def memory_rows(path: Path) -> Iterator[str]:
+    """The lines of one config."""
+    for use in device_uses(check_supported(path).config, DEVICE_BYTES):
+        yield from (f"| {path.stem} | {row}" for row in _of_devices(use))
 
 
 def in_document(text: str, head: Sequence[str]) -> list[str]:
@@ -87,7 +89,7 @@ def _starter(path: Path, config: PipelineConfig) -> str:
     return "`fully_async_main.py`" if path.stem.startswith("fully_async") else "`start_rlvr_pipeline.py`"
 
 
-def _memory_rows(use: DeviceUse) -> Iterator[str]:
+def _of_devices(use: DeviceUse) -> Iterator[str]:
     place, rest = span(use.devices), f"{use.buckets / GB:.1f} | {use.total / GB:.1f} |"
     for name, m in use.trainers:
         parts = " | ".join(f"{x / GB:.1f}" for x in (m.weights, m.gradients, m.optimizer, m.activations, m.logits))
