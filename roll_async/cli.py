@@ -13,6 +13,7 @@ from roll_async.commands.command_line import EXIT_CODES, Commands, execute
 COMMANDS = {
     "demo": ("roll_async.commands.demo.demo", "a tiny model learns to add numbers, on this machine's CPU"),
     "new": ("roll_async.commands.configs.new", "write a first config and a reward for a model, data and GPUs"),
+    "doctor": ("roll_async.commands.doctor.doctor", "what of this machine, or for a config, stands in a run's way"),
     "run": ("roll_async.commands.run", "train what a config says"),
     "validate": ("roll_async.commands.configs.validate", "check configs, one line each"),
     "show": (
