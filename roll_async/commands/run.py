@@ -6,10 +6,12 @@ import asyncio
 import logging
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +35,8 @@ from roll_async.config.secrets import is_secret, shown_text, with_secrets, witho
 from roll_async.launch.run_start import checkpoints_of, go_back, how_to_continue, lock_run, open_run, restored_step
 from roll_async.launch.signals import EndedAtOnce, outlive_state_requests
 from roll_async.observe.disk import Unwritable
+from roll_async.observe.progress import tell_start
+from roll_async.observe.trace import DRIVER, StartTimeline, starting
 
 if TYPE_CHECKING:
     from roll_async.cluster.runtime import RuntimeInfo
@@ -104,14 +108,16 @@ def run_command(args: Sequence[str], *, pipeline: str | None, hooks: UserHooks |
     starts. `hooks`: the user's own code, see `pipelines/wire.py`.
     """
     with ExitStack() as held:
+        start = held.enter_context(StartTimeline().current(tell_start))
         try:
             # Before all that takes time: a second start beside a running one ends at once, and touches nothing.
             path, overrides = _resolved(args, pipeline)
             lock_run(load(path, overrides, pipeline), held)
-            config = prepare(args, pipeline)
+            with starting(DRIVER, "checks"):
+                config = prepare(args, pipeline)
         except (ValueError, Unwritable) as error:
             return _refused(error)
-        return _run(config, hooks)
+        return _run(config, hooks, start)
 
 
 def _resolved(args: Sequence[str], pipeline: str | None) -> tuple[Path, list[str]]:
@@ -159,7 +165,7 @@ def _check_memory(config: RLVRConfig | AgenticConfig) -> None:
         require_fit(config, torch.cuda.get_device_properties(0).total_memory)
 
 
-def _run(config: RLVRConfig | AgenticConfig, hooks: UserHooks | None) -> int:
+def _run(config: RLVRConfig | AgenticConfig, hooks: UserHooks | None, start: StartTimeline) -> int:
     """Run folder, Ray, the loop, the report; every failure becomes one readable line and an exit code."""
     from roll_async.cluster.folders import absolute_paths
     from roll_async.pipelines.wire import UserHooks
@@ -177,7 +183,7 @@ def _run(config: RLVRConfig | AgenticConfig, hooks: UserHooks | None) -> int:
         logger.warning(notice)
     try:
         folder.write_config(dump(without_secrets(config)), is_secret)
-        return _run_in(config, folder, hooks)
+        return _run_in(config, folder, hooks, start)
     except KeyboardInterrupt as error:
         if not isinstance(error, EndedAtOnce):
             print("interrupted before the first step; nothing to save", file=sys.stderr)
@@ -252,10 +258,11 @@ def ended(name: str, work: Callable[[], int]) -> int:
         return code
 
 
-def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, hooks: UserHooks) -> int:
-    from roll_async.cluster.role_log import role_environment
-    from roll_async.cluster.runtime import ray_runtime
-    from roll_async.launch.roles import processes_of
+def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, hooks: UserHooks, start: StartTimeline) -> int:
+    with starting(DRIVER, "ray_import"):
+        from roll_async.cluster.placement import processes_of
+        from roll_async.cluster.role_log import role_environment
+        from roll_async.cluster.runtime import ray_runtime
 
     processes = processes_of(config)
     folder.keep_trace()
@@ -263,7 +270,7 @@ def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, hooks: UserHo
     went_back = go_back(config, folder, step)
     if step >= config.max_steps:
         logger.warning("step %d of %d is trained: nothing is left to do; raise max_steps", step, config.max_steps)
-    recorder = _recorder(config, folder)
+    recorder = _recorder(config, folder, start)
     if went_back:
         recorder.repeat()
     where = "CPU" if not any(p.gpu_ids for p in processes) else f"{config.num_nodes} node(s)"
@@ -274,7 +281,8 @@ def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, hooks: UserHo
         flush=True,
     )
     env = role_environment(folder.role_logs())
-    try:
+    threading.Thread(target=import_module, args=("roll_async.launch.restarts",), name="imports", daemon=True).start()
+    try:  # torch is most of these imports, and Ray waits for its own processes meanwhile
         with ray_runtime(num_processes=len(processes) + 2, env=env) as runtime:
             end = asyncio.run(_train(config, runtime, (recorder, folder), hooks))
     except BaseException:  # the first error is the one that is told
@@ -285,7 +293,7 @@ def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, hooks: UserHo
     return _report(config, folder, end)
 
 
-def _recorder(config: RLVRConfig | AgenticConfig, folder: RunFolder) -> Recorder:
+def _recorder(config: RLVRConfig | AgenticConfig, folder: RunFolder, start: StartTimeline) -> Recorder:
     """Everything that observes the run. Raises ValueError for a tracker that cannot be opened."""
     from roll_async.observe.machine import gpus_of_machine
     from roll_async.observe.progress import ProgressLine
@@ -316,6 +324,7 @@ def _recorder(config: RLVRConfig | AgenticConfig, folder: RunFolder) -> Recorder
         gpus=gpus_of_machine(),
         create={name: partial(create, name) for name in tracking.track_with},
         alarms=tracking.alarms,
+        start=start,
     )
 
 
@@ -326,8 +335,9 @@ async def _train(
     hooks: UserHooks,
 ) -> RunEnd:
     """Start the roles, run the loop, export the model. When a role dies, all roles are started again."""
-    from roll_async.launch.restarts import can_restart, restart_from_newest, started_roles
-    from roll_async.rollout.filters.filter_budget import GeneratedTooMany
+    with starting(DRIVER, "imports"):
+        from roll_async.launch.restarts import can_restart, restart_from_newest, started_roles
+        from roll_async.rollout.filters.filter_budget import GeneratedTooMany
 
     recorder, folder = observers
     while True:
@@ -342,6 +352,7 @@ async def _train(
             if not can_restart(config, recorder.restarts, error):
                 raise
             config = restart_from_newest(config, recorder, folder, error)
+            recorder.start.begin()
 
 
 def _report(config: RLVRConfig | AgenticConfig, folder: RunFolder, end: RunEnd) -> int:

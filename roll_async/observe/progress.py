@@ -14,6 +14,11 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
 
 
+def tell_start(line: str) -> None:
+    """What a start is at."""
+    print(line, flush=True)
+
+
 class ProgressLine:
     """Prints to stdout."""
 

@@ -12,7 +12,7 @@ from roll_async.observe.machine import Gpus, peak_bytes_of_self
 from roll_async.observe.outside import OutsideError, border
 from roll_async.observe.progress import ProgressLine
 from roll_async.observe.run_folder import RunFolder
-from roll_async.observe.trace import Trace
+from roll_async.observe.trace import StartTimeline, Trace
 from roll_async.observe.trackers import Tracker
 
 logger = logging.getLogger(__name__)
@@ -45,11 +45,13 @@ class Recorder:
         gpus: Gpus | None = None,
         create: Mapping[str, Callable[[], Tracker]] | None = None,
         alarms: Mapping[str, float] | None = None,
+        start: StartTimeline | None = None,
     ) -> None:
         """`trackers`: those that last as long as the process. `create`: by name, makes a tracker of the branch that the
         folder names; raises ValueError if it cannot. `gpus`: of the machine of the driver. `alarms`: the largest value
-        of a metric that is no alarm, by key.
+        of a metric that is no alarm, by key. `start`: of the roles; its metrics are those of the first step after it.
         """
+        self.start = StartTimeline() if start is None else start
         self._alarms, self._raised, self._missed = dict(alarms or {}), set[str](), set[str]()
         self._folder, self._progress, self._create = folder, progress, dict(create or {})
         self._lasting, self._of_branch, self._failed = list(trackers), list[Tracker](), list[Tracker]()
@@ -75,6 +77,7 @@ class Recorder:
         missing = [key for key in REQUIRED_KEYS if key not in metrics]
         assert not missing, f"metrics of step {step} lack {missing}"
         full = {"step": step, "time_s": time.monotonic() - self._started, "run/restarts": self.restarts, **metrics}
+        full |= self._start_metrics()
         full["memory/driver_peak_bytes"] = float(peak_bytes_of_self())
         if self._gpus is not None:
             full |= self._gpus.metrics()
@@ -85,6 +88,13 @@ class Recorder:
                 self._tell(tracker, step, logged)
         self._progress.show(full)
         self._alarm(step, full)
+
+    def _start_metrics(self) -> dict[str, float]:
+        """Of a start that no step has told of; its phases become spans."""
+        phases = self.start.take()
+        for role, phase, began_s, ended_s in phases:
+            self.span("start", f"{role} {phase}", began_s, ended_s)
+        return self.start.metrics(phases)
 
     def _tell(self, tracker: Tracker, step: int, metrics: Mapping[str, float]) -> bool:
         """Whether the tracker took it. One that raises is told nothing more."""

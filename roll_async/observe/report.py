@@ -61,10 +61,26 @@ def summary(metrics: Sequence[Metrics], rows: Sequence[tuple[str, str]]) -> str:
         ("trainer waited for batches", f"{mean(metrics, 'idle/trainer'):.0%} of the time"),
         ("groups trained / filtered / dropped / failed", " / ".join(
             f"{metrics[-1][f'groups/{k}']:.0f}" for k in ("trained", "filtered", "dropped", "failed"))),
+        *[("start", _start(m)) for m in metrics if "start/total_s" in m][-1:],
         *rows,
     ]  # fmt: skip
     width = max(len(name) for name, _ in table)
     return "\n".join(f"  {name.ljust(width)}  {value}" for name, value in table)
+
+
+def _start(metrics: Metrics) -> str:
+    """The seconds until engines had the first weights, and of the three roles whose phases took longest."""
+    roles: dict[str, dict[str, float]] = {}
+    for key, seconds in metrics.items():
+        if key.startswith("start/") and key.count("/") == 2:
+            _, role, phase = key.removesuffix("_s").split("/")
+            roles.setdefault(role, {})[phase] = seconds
+    longest = sorted(roles, key=lambda role: -sum(roles[role].values()))[:3]
+    parts = [
+        f"{role} {sum(roles[role].values()):.0f} ({', '.join(f'{p} {s:.0f}' for p, s in roles[role].items())})"
+        for role in longest
+    ]
+    return f"{metrics['start/total_s']:.0f} s: {'; '.join(parts)}"
 
 
 def _smooth(values: Sequence[float], window: int) -> list[float]:

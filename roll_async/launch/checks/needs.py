@@ -6,12 +6,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from roll_async.cluster.placement import gpu_nodes, shortage
-from roll_async.cluster.runtime import pretended_gpus
+from roll_async.cluster.placement import gpu_nodes, pretended_gpus, processes_of, shortage
 from roll_async.config.schema import PipelineConfig, RLVRConfig
 from roll_async.launch.checks.inputs import is_hub_name, missing_inputs, models_of
 from roll_async.launch.checks.packages import missing_packages
-from roll_async.launch.roles import processes_of
 
 
 def needs_elsewhere(config: PipelineConfig) -> str | None:
