@@ -277,6 +277,7 @@ def test_a_problem_is_exit_code_2_also_as_json(monkeypatch, capsys):
     assert "problem disk: full; make room\n\n1 problem. For an issue:" in capsys.readouterr().out
 
 
+@pytest.mark.slow  # it imports Ray
 def test_a_config_is_examined_as_run_would(healthy, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     engine = "actor_infer.strategy_args={strategy_name: hf_infer}"

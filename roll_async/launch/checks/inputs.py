@@ -66,7 +66,7 @@ def resolve_names(config: C) -> C:
     with a progress bar. Raises ValueError, one line with the remedy, when a name does not exist or the hub cannot be
     reached.
     """
-    folders = {model: _folder(key, model) for key, model in models_of(config).items()}
+    folders = {model: folder_of(key, model) for key, model in models_of(config).items()}
     roles = {name: _with_folder(worker, folders) for name, worker in config.roles()}
     changes: dict[str, object] = {
         "pretrain": folders[config.pretrain],
@@ -122,7 +122,8 @@ def _with_folder(worker: WorkerConfig, folders: dict[str, str]) -> WorkerConfig:
 
 
 @cache
-def _folder(key: str, model: str) -> str:
+def folder_of(key: str, model: str) -> str:
+    """The folder of a model, downloaded where it is a name and in no cache. Raises ValueError as `resolve_names`."""
     if not is_hub_name(model):
         return model
     if model.startswith(_MODELSCOPE):
