@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 class CustomFullyAsyncTrainer(FullyAsyncTrainer):
     """Publishes how much of a batch is solved by nobody, and by everybody."""
 
-    def _compute_custom_metrics(self, batch):
+    def compute_custom_metrics(self, batch):
         solved = [sum(s.reward.score > 0 for s in group.samples) / len(group.samples) for group in batch]
         return {
             "custom/unsolved_groups": sum(share == 0 for share in solved) / len(solved),
@@ -33,7 +33,7 @@ class CustomRollouter(Rollouter):
 
     prompt_tokens = 0
 
-    def _custom_generation_logic(self, batch):
+    def custom_generation_logic(self, batch):
         self.prompt_tokens += len(batch.prompt.token_ids)
 
 

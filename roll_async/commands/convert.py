@@ -113,7 +113,7 @@ def _convert(arguments: _ConvertArguments) -> None:
         write_run_adapter,
     )
     from roll_async.checkpoint.folders.find_model import find_model, hf_files_of, is_hf, torch_dist_in
-    from roll_async.launch.checks.inputs import folder_of
+    from roll_async.launch.checks.inputs import model_folder
     from roll_async.trainer.megatron.cpu_shim import hide_cuda
 
     hide_cuda()  # the conversion and its logits probe run on the CPU of every machine
@@ -121,7 +121,7 @@ def _convert(arguments: _ConvertArguments) -> None:
         raise ValueError(f"--max-file-gb {arguments.max_file_gb} must be positive")
     named = str(arguments.source)
     # A word without a slash is rather a folder that is not there than one of the few models with such a name.
-    source = find_model(Path(folder_of("SOURCE", named) if "/" in named else named))
+    source = find_model(Path(model_folder("SOURCE", named) if "/" in named else named))
     bar = _Bar()
     to_megatron = is_hf(source)
     if to_megatron and (arguments.like or arguments.lora_alpha is not None or arguments.adapter_only):

@@ -3,7 +3,7 @@
 from roll_async.commands.fully_async import FullyAsyncMain, FullyAsyncTrainer
 
 class MyTrainer(FullyAsyncTrainer):
-    def _compute_custom_metrics(self, batch):
+    def compute_custom_metrics(self, batch):
         return {"mine/longest": max(s.num_turns for g in batch for s in g.samples)}
 
 sys.exit(FullyAsyncMain(trainer=MyTrainer).run(sys.argv[1:]))

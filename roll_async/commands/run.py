@@ -6,10 +6,12 @@ import asyncio
 import logging
 import os
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,8 +33,10 @@ from roll_async.config.loading.lookup import resolve_config
 from roll_async.config.schema import AgenticConfig, RLVRConfig
 from roll_async.config.secrets import is_secret, shown_text, with_secrets, without_secrets
 from roll_async.launch.run_start import checkpoints_of, go_back, how_to_continue, lock_run, open_run, restored_step
-from roll_async.launch.signals import EndedAtOnce, outlive_state_requests
+from roll_async.launch.signals import EndedAtOnce, outlive_state_requests, run_to_end
 from roll_async.observe.disk import Unwritable
+from roll_async.observe.progress import tell_start
+from roll_async.observe.trace import DRIVER, StartTimeline, followed, starting
 
 if TYPE_CHECKING:
     from roll_async.cluster.runtime import RuntimeInfo
@@ -93,25 +97,53 @@ def launcher(
 command = launcher("run", pipeline=None, example="roll-async run --config rlvr_config_async_cpu max_steps=5")
 
 
-def launch(name: str, args: Sequence[str], *, pipeline: str) -> int:
-    """What a start script does: its arguments to an exit code."""
+def launch(name: str, args: Sequence[str], *, pipeline: str, hooks: UserHooks | None = None) -> int:
+    """What a start script does: its arguments to an exit code. `hooks`: as of `run_command`."""
     example = f"python {name} --config {_EXAMPLES[pipeline]} max_steps=5"
-    return execute(launcher(name, pipeline=pipeline, example=example), args, name)
+    return execute(launcher(name, pipeline=pipeline, hooks=hooks, example=example), args, name)
 
 
 def run_command(args: Sequence[str], *, pipeline: str | None, hooks: UserHooks | None = None) -> int:
     """`--config NAME_OR_PATH [KEY=VALUE ...]` to an exit code. Everything a laptop can check is checked before Ray
     starts. `hooks`: the user's own code, see `pipelines/wire.py`.
     """
+    from roll_async.pipelines.protocol import RunEnd
+
     with ExitStack() as held:
         try:
-            # Before all that takes time: a second start beside a running one ends at once, and touches nothing.
-            path, overrides = _resolved(args, pipeline)
-            lock_run(load(path, overrides, pipeline), held)
-            config = prepare(args, pipeline)
+            config, folder = opened(*_resolved(args, pipeline), pipeline, hooks, held)
         except (ValueError, Unwritable) as error:
-            return _refused(error)
-        return _run(config, hooks)
+            print(error, file=sys.stderr)
+            return EXIT_ROLE_FAILED if isinstance(error, Unwritable) else EXIT_USAGE
+        try:
+            end = trained(config, folder, hooks)
+        except BaseException as error:  # also an interrupt, which may be inside an ExceptionGroup
+            code = exit_code(error)  # `trained` has said and logged it
+            return EXIT_ROLE_FAILED if code is None else code
+        return EXIT_INTERRUPTED if end is RunEnd.INTERRUPTED else EXIT_FINISHED
+
+
+def opened(
+    path: Path, overrides: Sequence[str], pipeline: str | None, hooks: UserHooks | None, held: ExitStack
+) -> tuple[RLVRConfig | AgenticConfig, RunFolder]:
+    """The config past all that a laptop can check, and the folder of its run, locked until `held` closes. Raises
+    ValueError for what keeps the run from starting, Unwritable for a disk.
+    """
+    from roll_async.cluster.folders import absolute_paths
+
+    held.enter_context(StartTimeline().current(tell_start))
+    # Before all that takes time: a second start beside a running one ends at once, and touches nothing.
+    lock_run(load(path, overrides, pipeline), held)
+    with starting(DRIVER, "checks"):
+        config = absolute_paths(_admitted(path, overrides, pipeline), Path.cwd())
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    outlive_state_requests()  # before the record tells anybody the process to ask
+    config, folder, notices = open_run(config)
+    held.callback(folder.close_log)
+    folder.open_log(*(hooks.log_names if hooks else ()), modules=hooks.modules if hooks else ())
+    for notice in notices:
+        logger.warning(notice)
+    return config, folder
 
 
 def _resolved(args: Sequence[str], pipeline: str | None) -> tuple[Path, list[str]]:
@@ -123,19 +155,17 @@ def _resolved(args: Sequence[str], pipeline: str | None) -> tuple[Path, list[str
     return path, [*cpu_overrides(path, overrides, pipeline), *overrides] if on_cpu else overrides
 
 
-def _refused(error: ValueError | Unwritable) -> int:
-    print(error, file=sys.stderr)
-    return EXIT_ROLE_FAILED if isinstance(error, Unwritable) else EXIT_USAGE
-
-
 def prepare(args: Sequence[str], pipeline: str | None) -> RLVRConfig | AgenticConfig:
     """The config that a launcher's arguments name, past the gate and with a folder for every model. Warnings go to
     stderr. Raises ValueError for everything that keeps the run from starting and that a laptop can see.
     """
+    return _admitted(*_resolved(args, pipeline), pipeline)
+
+
+def _admitted(path: Path, overrides: Sequence[str], pipeline: str | None) -> RLVRConfig | AgenticConfig:
     from roll_async.launch.checks.gate import check_supported, require_devices, require_inputs, require_models
     from roll_async.launch.checks.inputs import resolve_names
 
-    path, overrides = _resolved(args, pipeline)
     loaded = check_supported(path, overrides, pipeline)
     require_devices(loaded)
     require_inputs(loaded)
@@ -159,54 +189,41 @@ def _check_memory(config: RLVRConfig | AgenticConfig) -> None:
         require_fit(config, torch.cuda.get_device_properties(0).total_memory)
 
 
-def _run(config: RLVRConfig | AgenticConfig, hooks: UserHooks | None) -> int:
-    """Run folder, Ray, the loop, the report; every failure becomes one readable line and an exit code."""
-    from roll_async.cluster.folders import absolute_paths
+def trained(config: RLVRConfig | AgenticConfig, folder: RunFolder, hooks: UserHooks | None = None) -> RunEnd:
+    """Ray, the loop, the report. Every failure is one readable line, here and in the run's record, before it is raised
+    again; an interrupt too, when the state is saved that can be.
+    """
     from roll_async.pipelines.wire import UserHooks
 
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    hooks = UserHooks() if hooks is None else hooks
-    outlive_state_requests()  # before the folder's lock tells anybody the process to ask
-    config = absolute_paths(config, Path.cwd())
-    try:
-        config, folder, notices = open_run(config)
-        folder.open_log(*hooks.log_names, modules=hooks.modules)
-    except (ValueError, Unwritable) as error:
-        return _refused(error)
-    for notice in notices:
-        logger.warning(notice)
     try:
         folder.write_config(dump(without_secrets(config)), is_secret)
-        return _run_in(config, folder, hooks)
-    except KeyboardInterrupt as error:
-        if not isinstance(error, EndedAtOnce):
-            print("interrupted before the first step; nothing to save", file=sys.stderr)
-        return _interrupted(config, folder)
+        return _run_in(config, folder, hooks or UserHooks())
     except BaseException as error:  # also an interrupt, which may be inside an ExceptionGroup
-        code = exit_code(error)
-        if code == EXIT_INTERRUPTED:
-            return _interrupted(config, folder)
+        if exit_code(error) == EXIT_INTERRUPTED:
+            if isinstance(error, KeyboardInterrupt) and not isinstance(error, EndedAtOnce):
+                print("interrupted before the first step; nothing to save", file=sys.stderr)
+            _interrupted(config, folder)
+            raise
         cause = shown_cause(error)
         logger.error("%s: %s%s", type(cause).__name__, cause, origin(error))
         # All that waited for the part with the defect raise it: the way that matters is that of the cause.
         first = first_cause(error)
         logger.info("traceback:", exc_info=first.__cause__ if isinstance(first, Defect) else error)
         _ended(folder, "failed", reason=f"{type(cause).__name__}: {cause}"[:_REASON_CHARACTERS])
-        return EXIT_ROLE_FAILED if code is None else code
+        raise
 
 
-def _interrupted(config: RLVRConfig | AgenticConfig, folder: RunFolder) -> int:
+def _interrupted(config: RLVRConfig | AgenticConfig, folder: RunFolder) -> None:
     """Say how the run is continued, if there is something to continue."""
     if folder.record is not None and checkpoints_of(config, folder.record).steps():
         print(f"continue with: {how_to_continue(config, folder.record)}", file=sys.stderr, flush=True)
-    return _ended(folder, "interrupted", EXIT_INTERRUPTED)
+    _ended(folder, "interrupted")
 
 
-def _ended(folder: RunFolder, state: str, code: int = EXIT_FINISHED, *, reason: str = "") -> int:
-    """Say in the record how the run ended. Returns the code."""
+def _ended(folder: RunFolder, state: str, *, reason: str = "") -> None:
+    """Say in the record how the run ended."""
     with suppress(OSError):  # of a full disk, whose error ended the run and is told already
         folder.update_record(state=state, reason=reason)
-    return code
 
 
 def shown_cause(error: BaseException) -> BaseException:
@@ -252,10 +269,11 @@ def ended(name: str, work: Callable[[], int]) -> int:
         return code
 
 
-def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, hooks: UserHooks) -> int:
-    from roll_async.cluster.role_log import role_environment
-    from roll_async.cluster.runtime import ray_runtime
-    from roll_async.launch.roles import processes_of
+def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, hooks: UserHooks) -> RunEnd:
+    with starting(DRIVER, "ray_import"):
+        from roll_async.cluster.placement import processes_of
+        from roll_async.cluster.role_log import role_environment
+        from roll_async.cluster.runtime import ray_runtime
 
     processes = processes_of(config)
     folder.keep_trace()
@@ -264,6 +282,7 @@ def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, hooks: UserHo
     if step >= config.max_steps:
         logger.warning("step %d of %d is trained: nothing is left to do; raise max_steps", step, config.max_steps)
     recorder = _recorder(config, folder)
+    recorder.on_step = hooks.on_step
     if went_back:
         recorder.repeat()
     where = "CPU" if not any(p.gpu_ids for p in processes) else f"{config.num_nodes} node(s)"
@@ -274,21 +293,25 @@ def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, hooks: UserHo
         flush=True,
     )
     env = role_environment(folder.role_logs())
+    recorder.screen.starting(recorder.start)
+    # torch is most of these imports, and Ray waits for its own processes meanwhile.
+    threading.Thread(target=import_module, args=("roll_async.launch.restarts",), name="imports", daemon=True).start()
     try:
         with ray_runtime(num_processes=len(processes) + 2, env=env) as runtime:
-            end = asyncio.run(_train(config, runtime, (recorder, folder), hooks))
+            end = run_to_end(lambda: _train(config, runtime, (recorder, folder), hooks))
     except BaseException:  # the first error is the one that is told
         with suppress(OSError):
             recorder.close()
         raise
     recorder.close()
-    return _report(config, folder, end)
+    _report(config, folder, end)
+    return end
 
 
 def _recorder(config: RLVRConfig | AgenticConfig, folder: RunFolder) -> Recorder:
     """Everything that observes the run. Raises ValueError for a tracker that cannot be opened."""
     from roll_async.observe.machine import gpus_of_machine
-    from roll_async.observe.progress import ProgressLine
+    from roll_async.observe.progress import Screen
     from roll_async.observe.prometheus import PrometheusTracker
     from roll_async.observe.recorder import Recorder
     from roll_async.observe.trace import Trace
@@ -310,12 +333,14 @@ def _recorder(config: RLVRConfig | AgenticConfig, folder: RunFolder) -> Recorder
     return Recorder(
         folder,
         trackers,
-        ProgressLine(config.max_steps),
+        Screen(config.max_steps),
         logging_steps=config.logging_steps,
+        samples_every=tracking.samples_every,
         trace=Trace(folder.path / "trace.json") if tracking.trace else None,
         gpus=gpus_of_machine(),
         create={name: partial(create, name) for name in tracking.track_with},
         alarms=tracking.alarms,
+        start=followed(),
     )
 
 
@@ -326,8 +351,9 @@ async def _train(
     hooks: UserHooks,
 ) -> RunEnd:
     """Start the roles, run the loop, export the model. When a role dies, all roles are started again."""
-    from roll_async.launch.restarts import can_restart, restart_from_newest, started_roles
-    from roll_async.rollout.filters.filter_budget import GeneratedTooMany
+    with starting(DRIVER, "imports"):
+        from roll_async.launch.restarts import can_restart, restart_from_newest, started_roles
+        from roll_async.rollout.filters.filter_budget import GeneratedTooMany
 
     recorder, folder = observers
     while True:
@@ -342,9 +368,11 @@ async def _train(
             if not can_restart(config, recorder.restarts, error):
                 raise
             config = restart_from_newest(config, recorder, folder, error)
+            recorder.start.begin()
+            recorder.screen.starting(recorder.start)
 
 
-def _report(config: RLVRConfig | AgenticConfig, folder: RunFolder, end: RunEnd) -> int:
+def _report(config: RLVRConfig | AgenticConfig, folder: RunFolder, end: RunEnd) -> None:
     from roll_async.observe import report
     from roll_async.pipelines.protocol import RunEnd
 
@@ -356,7 +384,29 @@ def _report(config: RLVRConfig | AgenticConfig, folder: RunFolder, end: RunEnd) 
             ("checkpoints", config.checkpoint.output_dir),
             ("picture", str(folder.path / "reward.png")),
         ]
-        print(f"\n{end.value}\n{report.summary(metrics, rows)}", flush=True)
-    if end is not RunEnd.INTERRUPTED:
-        return _ended(folder, "finished")
-    return _interrupted(config, folder)
+        _say(f"\n{end.value}\n{report.summary(metrics, rows)}")
+    if end is RunEnd.INTERRUPTED:
+        _interrupted(config, folder)
+        return
+    _ended(folder, "finished")
+    if isinstance(config, RLVRConfig):
+        _advise(config, metrics)
+
+
+def _say(text: str) -> None:
+    """On the screen and in run.log."""
+    print(text, flush=True)
+    logger.info(text)
+
+
+def _advise(config: RLVRConfig, metrics: Sequence[Mapping[str, float]]) -> None:
+    """The last line: what to change for how much. The run has ended well, whatever becomes of it."""
+    from roll_async.simulator.advice import advice
+
+    try:
+        line = advice(config, metrics)
+    except (Exception, KeyboardInterrupt):  # of a run that is over and saved: no fault of its advice is one of the run
+        logger.info("no advice:", exc_info=True)
+        return
+    if line is not None:
+        _say(f"  advice: {line}")

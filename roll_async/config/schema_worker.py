@@ -59,7 +59,8 @@ class TrainingArguments:
     per_device_train_batch_size: int = bounded(1, ">= 1")
     """Rows per micro-batch per data-parallel rank."""
     gradient_accumulation_steps: int = bounded(1, ">= 1")
-    """Micro-batches per optimizer step."""
+    """Micro-batches per optimizer step; samples of a step / (per_device_train_batch_size * data parallel) = one
+    optimizer step, which is what the shipped configs take. 1 with a large batch is a warning (W15)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

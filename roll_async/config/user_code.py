@@ -14,6 +14,7 @@ import sysconfig
 import traceback
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 from roll_async.config.yaml.compose import CHECKOUT
 
@@ -62,6 +63,12 @@ def place_of(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not f.filename.startswith(_LIBRARIES)]
     return f"{own[-1].filename}:{own[-1].lineno}, in {own[-1].name}" if own else ""
+
+
+def is_library(module: ModuleType) -> bool:
+    """Whether every process finds the module: one of this package, of Python or an installed one."""
+    file = getattr(module, "__file__", None)  # modules in C have none
+    return file is None or os.path.abspath(file).startswith(_LIBRARIES)
 
 
 def told(error: BaseException) -> str:

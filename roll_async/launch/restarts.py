@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -23,7 +22,7 @@ from roll_async.cluster.runtime import RuntimeInfo, wait_names_free
 from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig
 from roll_async.launch.run import start_run
 from roll_async.launch.run_start import checkpoints_of, go_back, how_to_continue, restored_step
-from roll_async.launch.signals import print_line, stop_on_signals
+from roll_async.launch.signals import on_stop_signals, print_line, stop_on_signals
 from roll_async.observe.recorder import Recorder
 from roll_async.observe.run_folder import RunFolder
 from roll_async.pipelines.rlvr import RLVRPipeline
@@ -44,18 +43,16 @@ async def started_roles(
     hooks: UserHooks,
 ) -> AsyncIterator[RLVRPipeline]:
     """The run on started roles, with signal handlers. All of them are closed when the block ends."""
-    loop = asyncio.get_running_loop()
     await wait_names_free()  # of the roles before a restart
     async with AsyncExitStack() as stack:
         starting = asyncio.ensure_future(start_run(config, runtime, stack, observers, hooks))
-        for name in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(name, starting.cancel)  # there is no pipeline yet to be asked to stop
+        on_stop_signals(starting.cancel)  # there is no pipeline yet to be asked to stop
         try:
             with defer_gc_during_startup(settled=True):
                 pipeline = await starting
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
-        observers[0].begin()
+        observers[0].begin(lambda: pipeline.trainer.state.value)
         try:
             with stop_on_signals(pipeline, config.checkpoint.output_dir):
                 yield pipeline

@@ -6,11 +6,15 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 EXIT_INTERRUPTED = 130
+T = TypeVar("T")
 _CLOSE_WITHIN_S = 10.0
 """Limit after a second signal; then the reaper (`cluster/reaper.py`) ends the processes that are left."""
 
@@ -31,8 +35,42 @@ class Stoppable(Protocol):
     def request_stop(self) -> None: ...
 
 
+def run_to_end(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """`asyncio.run`, also in a notebook, where a loop runs already: then in a thread, which is told of a Ctrl-C."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(main())
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(lambda: asyncio.run(main()))
+        while True:
+            try:
+                return done.result()
+            except KeyboardInterrupt:
+                if done.done():  # the run raised it
+                    raise
+                for tell in _told_in_thread:
+                    tell()
+
+
+_told_in_thread: list[Callable[[], None]] = []
+"""What a Ctrl-C calls where the loop of the run is in a thread, which gets no signals."""
+
+
+def on_stop_signals(told: Callable[[], object]) -> None:
+    """Call it in the running loop at Ctrl-C and SIGTERM from now on, instead of what was called before."""
+    loop = asyncio.get_running_loop()
+    if threading.current_thread() is not threading.main_thread():
+        _told_in_thread[:] = [partial(loop.call_soon_threadsafe, told)]
+        return
+    for name in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(name, told)
+
+
 def outlive_state_requests() -> None:
     """SIGUSR1 would end a process that has no handler for it: a run whose roles are not started yet, or are closed."""
+    if threading.current_thread() is not threading.main_thread():
+        return  # only that one may have handlers
     line = b"\nno state to print: the roles of this run are not started, or closed\n"
     signal.signal(signal.SIGUSR1, lambda *_: os.write(2, line))  # print is not reentrant
 
@@ -63,9 +101,9 @@ def stop_on_signals(pipeline: Stoppable, checkpoints: str) -> Iterator[None]:
             loop.call_later(_CLOSE_WITHIN_S, os._exit, EXIT_INTERRUPTED)
         running.cancel()
 
-    for name in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(name, tell)
-    loop.add_signal_handler(signal.SIGUSR1, lambda: print_line("\n".join(pipeline.states())))
+    on_stop_signals(tell)
+    if is_main := threading.current_thread() is threading.main_thread():
+        loop.add_signal_handler(signal.SIGUSR1, lambda: print_line("\n".join(pipeline.states())))
     try:
         yield
     except asyncio.CancelledError:
@@ -73,7 +111,8 @@ def stop_on_signals(pipeline: Stoppable, checkpoints: str) -> Iterator[None]:
             raise
         raise EndedAtOnce from None
     finally:
-        loop.remove_signal_handler(signal.SIGUSR1)
+        if is_main:
+            loop.remove_signal_handler(signal.SIGUSR1)
         outlive_state_requests()
 
 

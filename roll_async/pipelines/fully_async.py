@@ -21,7 +21,7 @@ class FullyAsyncTrainer(TrainLoop):
     """Takes batches (or parts of them) from the MessageQueue as soon as they may be taken; it waits for the rollout
     nowhere else.
 
-    Sub-class it and override `_compute_custom_metrics(batch)` to publish metrics of your own; hand the class to
+    Sub-class it and override `compute_custom_metrics(batch)` to publish metrics of your own; hand the class to
     `FullyAsyncMain`.
     """
 

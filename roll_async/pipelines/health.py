@@ -53,7 +53,7 @@ class ComponentHealth:
 
 
 CustomMonitor = Callable[[TrainerStats, RollouterStats], None]
-"""The user's own monitor. Metrics are published by `_compute_custom_metrics` instead."""
+"""The user's own monitor. Metrics are published by `compute_custom_metrics` instead."""
 
 
 def trainer_stats(trainer: TrainLoop, sync: SyncStatus) -> TrainerStats:

@@ -39,6 +39,8 @@ from roll_async.weight_sync.push import ParameterSynchronizer
 _MOST_TEXTS = 1024
 """Prompts that the canary's rows are looked for in: data that repeats itself would be read without end."""
 
+_MONITOR_INTERVAL_S = 10.0
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UserHooks:
@@ -56,8 +58,10 @@ class UserHooks:
     """Tools by name; without any, completions are not searched for calls."""
     tool_callback: type[ToolCompletionCallback] = ToolCompletionCallback
     monitor_interval_s: float | None = None
-    """Seconds between two reports of the health of all components; None = no monitor."""
+    """Seconds between two reports of the health of all components; None = no monitor, or 10 with one of the user's."""
     custom_monitor: CustomMonitor | None = None
+    on_step: Callable[[int, Mapping[str, float]], object] | None = None
+    """Called in the driver after each training step, with the step and its metrics."""
     log_name: str | None = None
     """A second log file in the run folder, besides run.log."""
     rollout_process: bool = False
@@ -77,7 +81,7 @@ class UserHooks:
     @property
     def of_rollout(self) -> UserHooks:
         """Without those of the driver, which need not be picklable."""
-        return replace(self, trainer=TrainLoop, custom_monitor=None)
+        return replace(self, trainer=TrainLoop, custom_monitor=None, on_step=None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -238,5 +242,7 @@ def build_pipeline(parts: PipelineParts, plan: RunPlan, hooks: UserHooks = UserH
     them.
     """
     loop, interval_s = hooks.trainer(parts, plan), hooks.monitor_interval_s
+    if interval_s is None and hooks.custom_monitor is not None:
+        interval_s = _MONITOR_INTERVAL_S
     monitor = HealthMonitor(loop, parts, interval_s=interval_s or 0.0, custom_monitor=hooks.custom_monitor)
     return RLVRPipeline(parts, plan, loop, watch=None if interval_s is None else monitor.run, states=monitor.lines)

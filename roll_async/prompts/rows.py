@@ -41,6 +41,23 @@ class Columns:
     """Further columns that rewards compare with; a row that has one needs no ground truth."""
 
 
+def found_columns(record: object, where: str) -> dict[str, str]:
+    """The keys of `data_args` under which a row is read: by its columns messages, prompt, question or problem, and
+    ground_truth, answer or solution. Raises ValueError naming the columns that it has.
+    """
+    if not isinstance(record, Mapping):
+        raise ValueError(f"{where}: a row must be an object, got {type(record).__name__}")
+    asks = next((name for name in ("messages", "prompt", "question", "problem") if record.get(name)), None)
+    verl = _nested(dict(record), "reward_model", "ground_truth")
+    answers = ("ground_truth", "answer", "solution")
+    truth = "ground_truth" if verl is not None else next((n for n in answers if record.get(n) is not None), None)
+    if asks is None or truth is None:
+        lacking = "messages, prompt or question" if asks is None else "ground_truth or answer"
+        raise ValueError(f"{where}: no column {lacking} among {', '.join(map(str, record)) or 'none'}; rename one")
+    found = {} if asks == "messages" else {"prompt" if isinstance(record[asks], str) else "messages": asks}
+    return found if truth == "ground_truth" else {**found, "ground_truth": truth}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
     """One prompt as text."""

@@ -12,7 +12,7 @@ from roll_async.rewards.sandbox.cases import Case, parse_cases
 from roll_async.rewards.sandbox.checks import holds
 from roll_async.rewards.sandbox.confine import missing
 from roll_async.rewards.sandbox.local import LocalSandbox
-from roll_async.rewards.sandbox.protocol import ProgramResult, Run, Runner
+from roll_async.rewards.sandbox.protocol import ProgramResult, ProgramRun, Runner
 from roll_async.rewards.sandbox.remote import RemoteSandbox
 from roll_async.rewards.sandbox.values import decode
 from roll_async.rewards.verdict import Verdict
@@ -76,7 +76,7 @@ class CodeSandbox:
         if left_s <= 0.05:
             return 0.0, "no time left"
         outcome = self._runner.run(
-            Run(
+            ProgramRun(
                 kind=case.kind,
                 code=code,
                 stdin=case.stdin,

@@ -21,6 +21,7 @@ from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.states import ReleaseReason, Slot
 from roll_async.observe.outside import OutsideError, border
 from roll_async.rollout.dispatch.engine_pool import EnginePool
+from roll_async.rollout.dispatch.replica_link import RequestSpan
 from roll_async.rollout.filters.duplicates import DuplicateAnswers
 from roll_async.rollout.filters.filter_budget import FilterBudget
 from roll_async.rollout.filters.first_batch import FirstBatch
@@ -79,6 +80,8 @@ class RollouterStats:
     """Replies of attempts that had ended already; they are discarded."""
     busy_s_by_server: Mapping[str, float] = field(default_factory=dict)
     """Seconds during which at least one request ran there, by replica, over all its restarts."""
+    spans: tuple[RequestSpan, ...] = ()
+    """`ServerStats.spans`."""
     duplicate_share: float = 0.0
     """Share of the samples of the last groups that have an exact copy in their group."""
     judged: Mapping[str, int] = field(default_factory=dict)
@@ -100,7 +103,7 @@ class GenerationBatch:
 class Rollouter:
     """Produces finished groups until the data ends or `stop` is called.
 
-    Sub-class it and override `_custom_generation_logic(batch)` to change how groups are generated; hand the class to
+    Sub-class it and override `custom_generation_logic(batch)` to change how groups are generated; hand the class to
     `FullyAsyncMain`.
     """
 
@@ -192,11 +195,11 @@ class Rollouter:
         self._first.started(batch.slot.group_id)
         try:
             with border():  # the loss of all replicas ends the run by the engine watch
-                outcome = self._custom_generation_logic(batch)
+                outcome = self.custom_generation_logic(batch)
                 if inspect.isawaitable(outcome):
                     outcome = await outcome
                 if not isinstance(outcome, GroupOutcome | None):
-                    raise TypeError(f"_custom_generation_logic gave {type(outcome).__name__}, not a GroupOutcome")
+                    raise TypeError(f"custom_generation_logic gave {type(outcome).__name__}, not a GroupOutcome")
         except OutsideError as error:
             logger.error("group %d: %s", batch.slot.group_id, error, exc_info=error.__cause__)
             outcome = GroupOutcome(fate=GroupFate.FAILED, reason=str(error))
@@ -205,10 +208,14 @@ class Rollouter:
         # Last, because it may end the run: the group is accounted for by now.
         self._first.ended(batch.slot.group_id, batch.prompt.domain, outcome)
 
-    def _custom_generation_logic(self, batch: GenerationBatch) -> GroupOutcome | Awaitable[GroupOutcome | None] | None:
+    def custom_generation_logic(self, batch: GenerationBatch) -> GroupOutcome | Awaitable[GroupOutcome | None] | None:
         """Hook, plain or async, called before a group is generated. An outcome replaces the generation; None goes on
         with `generate(batch)`, which the hook may also call itself.
         """
+        return self._custom_generation_logic(batch)
+
+    def _custom_generation_logic(self, batch: GenerationBatch) -> GroupOutcome | Awaitable[GroupOutcome | None] | None:
+        """The hook under the name that it has in other documents."""
         return None
 
     async def generate(self, batch: GenerationBatch) -> GroupOutcome:
@@ -353,6 +360,7 @@ class Rollouter:
             generated_tokens=servers.generated_tokens,
             late_results=servers.late_results,
             busy_s_by_server=dict(servers.busy_s_by_server),
+            spans=servers.spans,
             duplicate_share=self._duplicates.share,
             judged=dict(self._judged),
             source={

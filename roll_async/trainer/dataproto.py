@@ -71,7 +71,7 @@ class DataProto:
 
 
 class StepGroups(tuple[Group, ...]):
-    """The groups that a step trained, as `_compute_custom_metrics(batch)` gets them."""
+    """The groups that a step trained, as `compute_custom_metrics(batch)` gets them."""
 
     __slots__ = ()
 

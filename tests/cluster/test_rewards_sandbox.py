@@ -12,7 +12,7 @@ import pytest
 from roll_async.rewards.code_sandbox import CodeSandbox
 from roll_async.rewards.sandbox.confine import missing
 from roll_async.rewards.sandbox.local import LocalSandbox
-from roll_async.rewards.sandbox.protocol import Run
+from roll_async.rewards.sandbox.protocol import ProgramRun
 from tests.patience import patient
 
 contained = pytest.mark.skipif(bool(missing()), reason=missing() or "contained here")
@@ -37,7 +37,7 @@ def scratch(tmp_path_factory):
 def program(scratch):
     """Run one program; its outcome."""
     local = LocalSandbox()
-    yield lambda code, **fields: local.run(Run(**{"kind": "stdio", "code": code, "timeout_s": 3.0, **fields}))
+    yield lambda code, **fields: local.run(ProgramRun(**{"kind": "stdio", "code": code, "timeout_s": 3.0, **fields}))
     local.close()
 
 
@@ -107,10 +107,10 @@ def test_signals_reach_nobody_else(program):
 def test_the_environment_of_the_run_is_not_there(monkeypatch):
     monkeypatch.setenv("SECRET_KEY", "sk-12345")
     local = LocalSandbox()
-    outcome = local.run(Run(kind="stdio", code="import os\nprint(dict(os.environ))", timeout_s=3.0))
+    outcome = local.run(ProgramRun(kind="stdio", code="import os\nprint(dict(os.environ))", timeout_s=3.0))
     assert outcome.status == 0 and "sk-12345" not in outcome.stdout
     for path in ("/proc/self/environ", f"/proc/{os.getpid()}/environ", "/proc/1/cmdline", "/etc/passwd"):
-        assert "PermissionError" in local.run(Run(kind="stdio", code=f"print(open({path!r}).read())")).problem
+        assert "PermissionError" in local.run(ProgramRun(kind="stdio", code=f"print(open({path!r}).read())")).problem
     local.close()
 
 
@@ -162,10 +162,10 @@ def test_nothing_is_left_behind_and_the_next_program_starts_clean(program, scrat
 def test_a_host_that_dies_is_replaced_and_its_folder_removed(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     local = LocalSandbox()
-    assert local.run(Run(kind="stdio", code="print(1)")).stdout == "1\n"
+    assert local.run(ProgramRun(kind="stdio", code="print(1)")).stdout == "1\n"
     local._host.kill()
     local._host.wait()
-    assert local.run(Run(kind="stdio", code="print(2)")).stdout == "2\n"
+    assert local.run(ProgramRun(kind="stdio", code="print(2)")).stdout == "2\n"
     local.close()
     assert not list(tmp_path.glob("roll_async_sandbox_*"))
 
@@ -207,7 +207,7 @@ def fusion():
                 return
             test = {"kind": "pytest", "test": body["code"], "code": ""}
             kind = test if body["language"] == "pytest" else {"kind": "stdio", "code": body["code"]}
-            outcome = local.run(Run(**kind, stdin=body["stdin"], timeout_s=body["run_timeout"]))
+            outcome = local.run(ProgramRun(**kind, stdin=body["stdin"], timeout_s=body["run_timeout"]))
             status = outcome.status
             if body["language"] == "pytest":
                 status = int(outcome.result is None or outcome.result["passed"] < outcome.result["total"])

@@ -65,13 +65,14 @@ def typed(installed, folder, *words, timeout=120):
 
 
 @pytest.mark.slow
-def test_it_holds_the_configs_the_agents_they_name_and_the_mark_of_a_typed_package(wheel):
+def test_it_holds_every_file_of_the_package_the_configs_and_the_agents_that_they_name(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     configs = {f"roll_async/shipped/configs/{path.name}" for path in ROOT.glob("configs/*.yaml")}
     assert configs and configs <= names
     assert {"roll_async/py.typed", "roll_async/shipped/examples/agents/calculator_agent.py"} <= names
-    package = {str(path.relative_to(ROOT)) for path in ROOT.glob("roll_async/**/*.py") if "shipped" not in path.parts}
-    assert package <= names
+    files = [path for path in ROOT.glob("roll_async/**/*") if path.is_file() and path.suffix != ".pyc"]
+    package = {str(path.relative_to(ROOT)) for path in files if "shipped" not in path.parts}
+    assert len(package) > 100 and package <= names, "of other files than Python's: package-data of pyproject.toml"
     others = {name.partition("/")[0] for name in names} - {"roll_async"}
     assert others == {f"roll_async-{roll_async.__version__}.dist-info"}
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from roll_async.agents.tools.toolbox import function
 from roll_async.rewards.sandbox.confine import missing
 from roll_async.rewards.sandbox.local import LocalSandbox
-from roll_async.rewards.sandbox.protocol import Run
+from roll_async.rewards.sandbox.protocol import ProgramRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Python:
         code = arguments.get("code")
         if not isinstance(code, str):
             raise ValueError('the argument is {"code": string}')
-        run = Run(kind="stdio", code=code, timeout_s=self._options.timeout, memory_mb=self._options.memory_mb)
+        run = ProgramRun(kind="stdio", code=code, timeout_s=self._options.timeout, memory_mb=self._options.memory_mb)
         host = await self._free.get()
         working = asyncio.ensure_future(asyncio.to_thread(host.run, run))
         working.add_done_callback(lambda _: self._free.put_nowait(host))  # also after the caller was cancelled

@@ -123,7 +123,7 @@ def _extras(parsed: Sequence[Requirement]) -> list[str]:
     """In the order of the file."""
     markers = (str(requirement.marker) for requirement in parsed if requirement.marker is not None)
     found = (marker.partition("extra == ")[2].strip("\"'() ") for marker in markers)
-    return [name for name in dict.fromkeys(found) if name and name not in ("test", "dev")]
+    return [name for name in dict.fromkeys(found) if name and name not in ("test", "dev", "docs")]
 
 
 def _of_extra(parsed: Sequence[Requirement], extra: str) -> list[Requirement]:

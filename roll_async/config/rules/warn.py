@@ -1,4 +1,4 @@
-"""Warnings W02 to W12: allowed, but probably not intended."""
+"""Warnings W02 to W15: allowed, but probably not intended."""
 
 from roll_async.config import processor
 from roll_async.config.options.policy_loss_options import DecoupledPpoOptions, Kimi15Options, KlCovOptions
@@ -10,6 +10,8 @@ from roll_async.config.schema_worker import MegatronInferConfig, MegatronTrainCo
 from roll_async.config.yaml.diagnostics import Diagnostic
 from roll_async.config.yaml.node import Node, find
 
+_MANY_STEPS = 16
+"""Optimizer steps on one batch; more are hardly meant."""
 _AT_THE_START = ("auto", "recompute", "reuse")
 """Sources of proximal log-probs that are those of the weights before the step."""
 
@@ -17,7 +19,8 @@ _AT_THE_START = ("auto", "recompute", "reuse")
 def find_warnings(config: PipelineConfig, root: Node) -> list[Diagnostic]:
     """All warnings of a valid config, in the order of their ids."""
     found = (finding for rule in _RULES for finding in rule(config))
-    return [placed(*finding, root) for finding in (*found, *written_without_effect(config, root))]
+    found_in_text = (*written_without_effect(config, root), *many_small_steps(config, root))
+    return [placed(*finding, root) for finding in (*found, *found_in_text)]
 
 
 def ratio_is_one(config: PipelineConfig) -> Findings:
@@ -169,6 +172,16 @@ def written_without_effect(config: PipelineConfig, root: Node) -> Findings:
             yield "W12", key, f"no effect: {attention} cannot be chosen, {strategy} takes its own; use auto"
         if worker.model_args.disable_gradient_checkpointing and not strategy.endswith("_train"):
             yield "W12", f"{role}.model_args.disable_gradient_checkpointing", f"no effect: {role} trains nothing"
+
+
+def many_small_steps(config: PipelineConfig, root: Node) -> Findings:
+    """W15: what the default of 1 makes of a batch of the usual size."""
+    key, steps = "actor_train.training_args.gradient_accumulation_steps", config.mini_batches_per_batch
+    if steps > _MANY_STEPS and find(root, key.split(".")) is None:
+        size, ranks = config.mini_batch_size, config.actor_train.training_args.per_device_train_batch_size
+        whole = config.samples_per_batch // (ranks * config.data_parallel_size)
+        message = f"not set, so each batch is {steps} optimizer steps of {size} samples; {whole} makes it one"
+        yield "W15", key, message
 
 
 def _has_flash_attention(role: WorkerConfig) -> bool:

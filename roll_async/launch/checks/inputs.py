@@ -43,11 +43,7 @@ def is_hub_name(model: str) -> bool:
 
 def missing_inputs(config: PipelineConfig) -> list[tuple[str, str]]:
     """(key, message) of every folder and file that should be on this disk and is not. Names on hubs are not checked."""
-    found = []
-    for key, model in models_of(config).items():
-        if not is_hub_name(model) and not (Path(model) / "config.json").is_file():
-            hint = next((f"; make it with: {maker}" for part, maker in _MAKERS.items() if part in model), "")
-            found.append((key, f"model folder {model} does not exist or holds no config.json{hint}"))
+    found = [(key, problem) for key, model in models_of(config).items() if (problem := missing_model(model))]
     for key, file in files_of(config):
         if not file.startswith("hf://") and not Path(file).is_file():
             found.append((key, missing_file(file)))
@@ -61,12 +57,20 @@ def _where(said: str) -> str:
     return f" (in {CHECKOUT if (CHECKOUT / 'tools').is_dir() else 'a checkout of roll_async'})"
 
 
+def missing_model(model: str) -> str | None:
+    """What is missing of a model that should be on this disk."""
+    if is_hub_name(model) or (Path(model) / "config.json").is_file():
+        return None
+    hint = next((f"; make it with: {maker}" for part, maker in _MAKERS.items() if part in model), "")
+    return f"model folder {model} does not exist or holds no config.json{hint}"
+
+
 def resolve_names(config: C) -> C:
     """The config with a folder for every model and a file for every data set. Downloads those that are not in a cache,
     with a progress bar. Raises ValueError, one line with the remedy, when a name does not exist or the hub cannot be
     reached.
     """
-    folders = {model: folder_of(key, model) for key, model in models_of(config).items()}
+    folders = {model: model_folder(key, model) for key, model in models_of(config).items()}
     roles = {name: _with_folder(worker, folders) for name, worker in config.roles()}
     changes: dict[str, object] = {
         "pretrain": folders[config.pretrain],
@@ -122,8 +126,8 @@ def _with_folder(worker: WorkerConfig, folders: dict[str, str]) -> WorkerConfig:
 
 
 @cache
-def folder_of(key: str, model: str) -> str:
-    """The folder of a model, downloaded where it is a name and in no cache. Raises ValueError as `resolve_names`."""
+def model_folder(key: str, model: str) -> str:
+    """Where a model is on this disk, fetched if it has to be. Raises ValueError, one line, for one that cannot be."""
     if not is_hub_name(model):
         return model
     if model.startswith(_MODELSCOPE):

@@ -18,14 +18,14 @@ import types
 from pathlib import Path
 
 from roll_async.rewards.sandbox.prelude import PRELUDE, PROGRAM_MODULE, SOLUTION_FILE, own_names, with_prelude
-from roll_async.rewards.sandbox.protocol import Run
+from roll_async.rewards.sandbox.protocol import ProgramRun
 from roll_async.rewards.sandbox.values import encode
 
 _FILE = "solution.py"
 _compile, _eval, _exec, _dumps, _write = compile, eval, exec, json.dumps, os.write  # a program may replace them
 
 
-def run_program(run: Run, *, result_fd: int, word: str) -> int:
+def run_program(run: ProgramRun, *, result_fd: int, word: str) -> int:
     """The exit status. Output goes to the standard streams, the result as JSON to `result_fd`."""
     _clean_interpreter()
     # New ones: those of the host have buffers, and its sys.stdin may have read ahead.
@@ -67,7 +67,7 @@ def _clean_interpreter() -> None:
         del sys.modules[name]
 
 
-def _execute(run: Run, name: str) -> dict[str, object]:
+def _execute(run: ProgramRun, name: str) -> dict[str, object]:
     """Run the program; the names its test may use."""
     module = types.ModuleType(name)
     module.__dict__.update(__builtins__=builtins, __file__=_FILE)
@@ -86,7 +86,7 @@ def _run_code(code: str, file: str, names: dict[str, object]) -> None:
     _exec(_compile(code, file, "exec", dont_inherit=True), names)
 
 
-def _values(run: Run) -> list[object]:
+def _values(run: ProgramRun) -> list[object]:
     names = _execute(run, "solution")
     if run.setup:
         _run_code(run.setup, "test.py", names)
@@ -94,7 +94,7 @@ def _values(run: Run) -> list[object]:
     return [encode(_eval(code, names)) for code in codes]
 
 
-def _call(run: Run) -> object:
+def _call(run: ProgramRun) -> object:
     names = _execute(run, "solution")
     function = names.get(run.function)
     if function is None and "Solution" in names:
@@ -104,7 +104,7 @@ def _call(run: Run) -> object:
     return function(*run.arguments)  # type: ignore[operator]
 
 
-def _pytest(run: Run) -> dict[str, object]:
+def _pytest(run: ProgramRun) -> dict[str, object]:
     import pytest
 
     Path("pytest.ini").write_text("[pytest]\n")  # the root of the collection is here and not in a folder above

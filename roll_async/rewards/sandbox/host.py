@@ -26,7 +26,7 @@ from pathlib import Path
 from roll_async.rewards.sandbox.confine import Confinement, confine, die_with_parent, missing
 from roll_async.rewards.sandbox.harness import run_program
 from roll_async.rewards.sandbox.prelude import import_modules
-from roll_async.rewards.sandbox.protocol import Ending, ProgramResult, Run
+from roll_async.rewards.sandbox.protocol import Ending, ProgramResult, ProgramRun
 
 _OUTCOME_FIELDS = [field.name for field in fields(ProgramResult)]
 _OUTPUT_BYTES = 4 << 20  # of each stream, and of the result
@@ -57,13 +57,13 @@ def main() -> None:
     print("{}", file=answers)  # ready: the parent waits for a first line
     try:
         for line in sys.stdin:
-            outcome = run_confined(Run(**json.loads(line)), base)
+            outcome = run_confined(ProgramRun(**json.loads(line)), base)
             print(json.dumps({name: getattr(outcome, name) for name in _OUTCOME_FIELDS}), file=answers)
     finally:
         _remove(base)
 
 
-def run_confined(run: Run, base: Path) -> ProgramResult:
+def run_confined(run: ProgramRun, base: Path) -> ProgramResult:
     """Fork, confine, run, watch, clean up."""
     scratch = Path(tempfile.mkdtemp(dir=base))
     pipes = [os.pipe() for _ in range(3)]  # stdout, stderr, result
@@ -86,7 +86,7 @@ def run_confined(run: Run, base: Path) -> ProgramResult:
         _remove(scratch)
 
 
-def _become_program(run: Run, scratch: Path, fds: list[int], host: int, word: str) -> None:
+def _become_program(run: ProgramRun, scratch: Path, fds: list[int], host: int, word: str) -> None:
     """In the child; never returns."""
     try:
         os.setsid()  # a group of its own, for `_kill_group`
@@ -118,7 +118,7 @@ def _become_program(run: Run, scratch: Path, fds: list[int], host: int, word: st
     os._exit(status)
 
 
-def _watch(child: int, reads: list[int], run: Run, scratch: Path, word: str) -> ProgramResult:
+def _watch(child: int, reads: list[int], run: ProgramRun, scratch: Path, word: str) -> ProgramResult:
     """Collect what the program writes until it ends or a limit ends it."""
     started = time.monotonic()
     written = {fd: bytearray() for fd in reads}

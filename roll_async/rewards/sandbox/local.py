@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from roll_async.rewards.sandbox.protocol import ProgramResult, Run
+from roll_async.rewards.sandbox.protocol import ProgramResult, ProgramRun
 
 _ROOT = str(Path(__file__).resolve().parents[3])
 _GRACE_S = 10.0
@@ -30,7 +30,7 @@ class LocalSandbox:
         self._host: subprocess.Popen[bytes] | None = None
         self._buffer = b""
 
-    def run(self, run: Run) -> ProgramResult:
+    def run(self, run: ProgramRun) -> ProgramResult:
         """Raises RuntimeError when the host ends or is silent, twice in a row."""
         problem = ""
         for _ in range(2):

@@ -11,7 +11,7 @@ Ending = Literal["exit", "signal", "timeout", "output", "disk", "threads"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class ProgramRun:
     """One program run once, in a process of its own."""
 
     kind: Kind
@@ -69,6 +69,6 @@ class ProgramResult:
 class Runner(Protocol):
     """Runs programs: a local sandbox host or a sandbox service. Raises ConnectionError when it cannot work now."""
 
-    def run(self, run: Run) -> ProgramResult: ...
+    def run(self, run: ProgramRun) -> ProgramResult: ...
 
     def close(self) -> None: ...

@@ -13,7 +13,7 @@ import urllib.error
 import urllib.request
 
 from roll_async.rewards.sandbox.prelude import BEFORE, OWN_NAMES_SOURCE, with_prelude
-from roll_async.rewards.sandbox.protocol import ProgramResult, Run
+from roll_async.rewards.sandbox.protocol import ProgramResult, ProgramRun
 from roll_async.rewards.sandbox.values import encode
 
 _TRIES = 4
@@ -40,7 +40,7 @@ class RemoteSandbox:
     def __init__(self, api_url: str) -> None:
         self._url = api_url if api_url.rstrip("/").endswith("/run_code") else f"{api_url.rstrip('/')}/run_code"
 
-    def run(self, run: Run) -> ProgramResult:
+    def run(self, run: ProgramRun) -> ProgramResult:
         """Raises ConnectionError when the service does not work, RuntimeError when it refuses the request."""
         word = secrets.token_hex(16)
         answer = self._post(
@@ -80,7 +80,7 @@ class RemoteSandbox:
         raise ConnectionError(f"{self._url}: {problem}, {_TRIES} times")
 
 
-def _program(run: Run, word: str) -> str:
+def _program(run: ProgramRun, word: str) -> str:
     """One file: the service runs no harness of ours, so what it would do stands behind the program."""
     code = with_prelude(run.code) if run.prelude else run.code
     match run.kind:
@@ -100,7 +100,7 @@ def _program(run: Run, word: str) -> str:
     return code
 
 
-def _outcome(run: Run, ran: dict, word: str) -> ProgramResult:
+def _outcome(run: ProgramRun, ran: dict, word: str) -> ProgramResult:
     stdout, status = str(ran.get("stdout") or ""), int(ran.get("return_code") or 0)
     result: dict[str, object] | None = None
     if run.kind == "pytest":
