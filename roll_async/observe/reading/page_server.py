@@ -20,7 +20,7 @@ _KINDS = {"css": "text/css", "js": "text/javascript"}
 _HOSTS = ("127.0.0.1", "localhost")
 _ROWS_IN_FILE, _BYTES_IN_FILE = 2000, 20 << 20
 """Newest samples that a page without a server has."""
-_POLICY = "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; connect-src 'self'; base-uri 'none'"
+_POLICY = "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; connect-src 'self'; img-src data:; base-uri 'none'"
 
 
 def columns(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float | None]]:

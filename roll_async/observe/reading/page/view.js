@@ -61,6 +61,12 @@ function hideTip() { $("tip").hidden = true; }
 // ---- charts
 
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+/** A colour between that of the card and the given one: areas are large, and what lies on them is to be read. */
+function soft(colour) {
+  const parts = (hex) => [1, 3, 5].map((i) => parseInt((hex.length === 4 ? hex.replace(/[0-9a-f]/gi, "$&$&") : hex).slice(i, i + 2), 16));
+  const [card, given] = [parts(css("--card")), parts(colour)];
+  return `rgb(${given.map((value, i) => Math.round(0.62 * value + 0.38 * card[i])).join(" ")})`;
+}
 const waits = ["rollouts", "rewards", "collation", "roles", "weights", "validation", "checkpoint", "records"];
 /** title, note, series (label, key, options), and how they are drawn. */
 const CHARTS = [
@@ -129,7 +135,7 @@ function draw(box, chart) {
   if (!steps.length || !lines.length) return box.append(element("p", { class: "empty" }, "nothing of it yet"));
   const legend = element("div", { class: "legend" }, ...lines.map(([label, , colour, options]) => {
     const mark = element("i", { class: options.dashed ? "dashed" : null });
-    mark.style.background = colour;
+    mark.style.background = chart.stacked ? soft(colour) : colour;
     mark.style.borderColor = colour;
     return element("span", {}, mark, label);
   }));
@@ -148,7 +154,7 @@ function draw(box, chart) {
     scales: { x: { time: false }, y: { range: (_, low, high) => rangeOf(chart, low, high) } },
     axes: [{ ...axis, size: 32, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000] }, { ...axis, size: 56, values: (_, ticks) => ticks.map(format) }],
     series: [{}, ...shown.map(([label, , colour, options]) => ({
-      label, stroke: colour, width: options.wide ? 2.2 : 1.4, fill: chart.stacked ? colour : options.fill ? `${colour}22` : undefined,
+      label, stroke: colour, width: chart.stacked ? 0.6 : options.wide ? 2.2 : 1.4, fill: chart.stacked ? soft(colour) : options.fill ? `${colour}22` : undefined,
       dash: options.dashed ? [5, 4] : undefined, spanGaps: true,
       points: { show: options.points || steps.length === 1, size: 6, fill: colour },
       paths: options.stepped ? uPlot.paths.stepped({ align: 1 }) : undefined,
