@@ -256,7 +256,8 @@ async function drawLanes() {
   const spans = await source.lanes(state.run), box = $("lanechart");
   const title = element("h2", {}, "Lanes ", element("small", {}, "what the trainer did, and which engine ran requests; drag to look closer, double click to see all"));
   if (!spans.length) return box.replaceChildren(title, element("p", { class: "empty" }, "no trace yet (tracking.trace)"));
-  const names = [...new Set(spans.map((span) => span.name))], tracks = new Map();
+  const kindOf = (name) => name.replace(/ of step \d+$/, "");
+  const names = [...new Set(spans.map((span) => kindOf(span.name)))], tracks = new Map();
   for (const span of spans) {
     if (!tracks.has(span.track)) tracks.set(span.track, { spans: [], slots: 1 });
     const track = tracks.get(span.track);
@@ -267,9 +268,9 @@ async function drawLanes() {
   const first = spans.reduce((low, span) => Math.min(low, span.begin), Infinity), last = spans.reduce((high, span) => Math.max(high, span.end), 0);
   // The beginning of what lies in the trace is often one span: the newest two minutes are what is looked at.
   let [begin, end] = drawLanes.window || [Math.max(first, last - 120), last];
-  const canvas = element("canvas", { class: "lanes" }), left = 130;
+  const canvas = element("canvas", { class: "lanes" }), left = 170;
   const colourOfName = (name) => css(`--c${(name === "request" ? 0 : 1 + Math.max(0, names.filter((one) => one !== "request").indexOf(name))) % 8}`);
-  const height = (track) => Math.max(22, Math.min(130, track.slots * 3));
+  const height = (track) => Math.max(24, Math.min(150, track.slots * 7));
   function paint() {
     const width = box.clientWidth - 30, tall = order.reduce((sum, [, track]) => sum + height(track) + 10, 26), ratio = devicePixelRatio || 1;
     canvas.width = width * ratio; canvas.height = tall * ratio; canvas.style.height = `${tall}px`;
@@ -282,13 +283,13 @@ async function drawLanes() {
     for (const [name, track] of order) {
       const room = height(track), one = room / track.slots;
       pen.fillStyle = css("--soft");
-      pen.fillText(name.length > 19 ? `${name.slice(0, 18)}…` : name, 0, top + 15);
+      pen.fillText(name.length > 25 ? `${name.slice(0, 24)}…` : name, 0, top + 15);
       pen.fillStyle = css("--page");
       pen.fillRect(left, top, width - left, room);
       for (const span of track.spans) {
         if (span.end < begin || span.begin > end) continue;
         const from = Math.max(left, x(span.begin)), to = Math.min(width, x(span.end)), y = top + (span.slot - 1) * one;
-        pen.fillStyle = colourOfName(span.name);
+        pen.fillStyle = colourOfName(kindOf(span.name));
         pen.fillRect(from, y, Math.max(1, to - from), Math.max(1, one - (one > 3 ? 1 : 0.4)));
         canvas.hits.push([from, Math.max(to, from + 1), y, y + one, name, span]);
       }
@@ -312,9 +313,9 @@ async function drawLanes() {
     if (b - a > (end - begin) / 100) { [begin, end] = drawLanes.window = [a, b]; paint(); }
   });
   canvas.addEventListener("dblclick", () => { [begin, end] = [first, last]; drawLanes.window = null; paint(); });
-  const legend = element("div", { class: "legend" }, ...[...new Set(names.map((name) => name.replace(/ of step \d+$/, "")))].slice(0, 12).map((name) => {
+  const legend = element("div", { class: "legend" }, ...names.slice(0, 12).map((name) => {
     const mark = element("i");
-    mark.style.background = colourOfName(names.find((one) => one.startsWith(name)));
+    mark.style.background = colourOfName(name);
     return element("span", {}, mark, name);
   }));
   box.replaceChildren(title, legend, canvas);
@@ -354,6 +355,7 @@ function choose(run) {
 
 function show(view) {
   state.view = view;
+  history.replaceState(null, "", `#view-${view}`); // a page that is loaded again shows the same
   for (const name of ["overview", "samples", "lanes", "compare"]) $(name).hidden = name !== view;
   document.querySelectorAll("#views button").forEach((button) => button.classList.toggle("chosen", button.dataset.view === view));
   return guarded({ overview: async () => drawCharts(), samples: listSamples, lanes: drawLanes, compare: drawDifferences }[view]);
@@ -401,7 +403,7 @@ addEventListener("resize", () => {
 });
 (async () => {
   await guarded(refresh);
-  const asked = location.hash.slice(1);
+  const asked = location.hash.replace("#view-", "");
   if (["samples", "lanes", "compare"].includes(asked)) await show(asked);
   document.body.dataset.ready = "yes";
   if (!EMBEDDED) setInterval(() => guarded(refresh), EVERY_MS);
