@@ -216,6 +216,21 @@ def test_a_browser_shows_charts_samples_colours_lanes_and_differences_without_an
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
+def test_the_page_shows_the_steps_that_a_run_makes_while_it_is_open(tmp_path):
+    async def scenario():
+        run = write_run(tmp_path, steps=3, state="running")
+        async with served(run) as client, chromium(tmp_path / "profile", str(client._base_url)) as tab:
+            assert "3 / 40" in await tab.value("$('summary').innerText")
+            with open(run / "metrics.jsonl", "a") as file:
+                file.write(json.dumps(metrics_of(4)) + "\n")
+            await tab.until("refresh().then(() => $('summary').innerText.includes('4 / 40'))")
+            assert await tab.value("state.charts[0].plot.data[0].length") == 4 and tab.errors == []
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
 def test_the_page_without_a_server_does_the_same(runs, tmp_path):
     async def scenario():
         (tmp_path / "page.html").write_text(self_contained([RunReader(path) for path in runs]))

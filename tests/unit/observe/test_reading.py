@@ -1,6 +1,7 @@
 """A run's folder read while it goes on: metrics, samples, lanes, advice; and the commands that print them."""
 
 import json
+import math
 import shutil
 import time
 
@@ -38,6 +39,19 @@ def test_new_lines_are_read_when_they_come_and_a_line_without_its_end_later(run)
         assert len(reader.metrics) == 20
         file.write(line[30:] + "\n")
     assert reader.metrics[-1]["step"] == 21
+
+
+def test_what_is_no_number_is_left_out_since_no_browser_reads_it(run):
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(metrics_of(21) | {"trainer/grad_norm": math.nan}) + "\n")
+    path = run / "samples/step_00000020.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(row | {"score": -math.inf}) + "\n" for row in rows))
+    reader = RunReader(run)
+    assert "trainer/grad_norm" not in reader.metrics[-1]
+    reader.samples.refresh()
+    (first, *_) = reader.samples.page(SampleFilter())[1]
+    assert first["score"] is None and reader.samples.group_of(first["id"])[0]["score"] is None
 
 
 def test_a_run_that_goes_back_is_read_from_its_beginning(run):

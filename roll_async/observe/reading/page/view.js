@@ -387,7 +387,8 @@ async function refresh() {
   }
   drawRuns();
   drawSummary();
-  if (changed && state.view !== "lanes") await show(state.view);
+  // Not under the mouse of a reader, who may have drawn a part of a chart larger.
+  if (changed && state.view !== "lanes" && !document.querySelector(".u-over:hover")) await show(state.view);
 }
 
 document.querySelectorAll("#views button").forEach((button) => button.addEventListener("click", () => show(button.dataset.view)));
