@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -374,8 +374,29 @@ def _report(config: RLVRConfig | AgenticConfig, folder: RunFolder, end: RunEnd) 
             ("checkpoints", config.checkpoint.output_dir),
             ("picture", str(folder.path / "reward.png")),
         ]
-        print(f"\n{end.value}\n{report.summary(metrics, rows)}", flush=True)
+        _say(f"\n{end.value}\n{report.summary(metrics, rows)}")
     if end is RunEnd.INTERRUPTED:
         _interrupted(config, folder)
-    else:
-        _ended(folder, "finished")
+        return
+    _ended(folder, "finished")
+    if isinstance(config, RLVRConfig):
+        _advise(config, metrics)
+
+
+def _say(text: str) -> None:
+    """On the screen and in run.log."""
+    print(text, flush=True)
+    logger.info(text)
+
+
+def _advise(config: RLVRConfig, metrics: Sequence[Mapping[str, float]]) -> None:
+    """The last line: what to change for how much. The run has ended well, whatever becomes of it."""
+    from roll_async.simulator.advice import advice
+
+    try:
+        line = advice(config, metrics)
+    except (Exception, KeyboardInterrupt):  # of a run that is over and saved: no fault of its advice is one of the run
+        logger.info("no advice:", exc_info=True)
+        return
+    if line is not None:
+        _say(f"  advice: {line}")

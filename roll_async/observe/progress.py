@@ -96,7 +96,7 @@ class Screen:
         self._state: Callable[[], str] = str
         self._phases: dict[str, float] = {}
         """Parts of the start that are under way, and since when."""
-        self._under_way, self._eta = "first step", ""
+        self._under_way, self._eta = "starting", ""
         self._since = time.monotonic()
         """When the step under way began."""
 
@@ -112,7 +112,7 @@ class Screen:
 
     def begin(self, state: Callable[[], str]) -> None:
         """The steps begin. `state`: what the trainer does now."""
-        self._state, self._since = state, time.monotonic()
+        self._state, self._under_way, self._since = state, "first step", time.monotonic()
         self._begin_live()
 
     def show(self, metrics: Mapping[str, float]) -> None:

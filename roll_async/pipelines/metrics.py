@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from statistics import pstdev
 
 from roll_async.buffer.freshness import BatchFreshness
 from roll_async.buffer.states import QueueStats
@@ -113,6 +114,7 @@ def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:
             [complete_accuracy(rows[0].reward, rows) for rows in trajectories if rows[0].reward is not None]
         ),
         "response/length_mean": mean(lengths),
+        "response/length_std": pstdev(lengths) if lengths else 0.0,
         "response/length_max": float(max(lengths, default=0)),
         "response/truncated": mean([float(rows[-1].finish_reason is FinishReason.LENGTH) for rows in trajectories]),
     }
@@ -197,6 +199,7 @@ def step_metrics(
         **_trainer_waits(spent, ages, report, total),
         **_engine_shares(busy_s, total, rollout.num_servers),
         **ratio_metrics(rollout.ratios, ratios_before),
+        **_token_time(record.groups),
         "engine/tokens_per_device_s": num_generated / (max(1, rollout.num_servers) * devices_per_engine) / total,
     }
 
@@ -249,6 +252,14 @@ def _engine_shares(busy_s: Mapping[str, float], total_s: float, num_servers: int
     num_there = max(num_servers, sum(share > 0 for share in shares.values()))
     idle = 1.0 - sum(shares.values()) / num_there if num_there else 1.0
     return {"idle/engines": idle, **{f"busy/{name}": share for name, share in shares.items()}}
+
+
+def _token_time(groups: Sequence[Group]) -> dict[str, float]:
+    """Seconds per sampled token of one answer, the wait for a place in the engine included."""
+    samples = [sample for group in groups for sample in group.samples]
+    tokens = sum(sum(sample.loss_mask) for sample in samples)
+    seconds = sum(sample.generation_s for sample in samples)
+    return {"engine/token_s": seconds / tokens} if tokens and seconds else {}
 
 
 def _push_metrics(sync: SyncReport | None) -> dict[str, float]:
