@@ -24,6 +24,7 @@ COMMANDS = {
         "roll_async.commands.configs.plan",
         "where a config's processes run, how weights travel, what a step consumes",
     ),
+    "launch": ("roll_async.commands.launch.launch", "the run of a config on a cluster of Slurm or KubeRay"),
     "simulate": ("roll_async.commands.simulate", "a config's schedule on a virtual clock, before any GPU is used"),
     "port": (
         "roll_async.commands.configs.port",
