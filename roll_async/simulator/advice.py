@@ -28,7 +28,7 @@ _FURTHEST_OFF = 0.25
 _SEEDS = 4
 _BUDGET_S = 5.0
 """CPU seconds after which no further seed is simulated."""
-_SAMPLES = 1400
+_SAMPLES = 1000
 """Of one simulated run, about a CPU second; a larger batch is simulated in fewer steps, and smaller if it can be."""
 _BATCH = 128
 _MEAN_TOKENS = 50
@@ -173,11 +173,9 @@ def changes_of(scenario: Scenario, config: RLVRConfig, measured: Measured) -> di
     queue, a, replicas = scenario.queue, config.async_training, len(scenario.engines)
     ratio = queue.async_generation_ratio + 1
     more = replace(queue, async_generation_ratio=ratio, max_versions=None, max_queue_size=None)
-    key = f"async_generation_ratio={ratio:g}"
-    given = QueueOptions.of(config)
-    if given.bound_versions != replace(given, max_versions=None).bound_versions:  # it is the user's own
-        key += f" async_training.staleness.max_versions={more.bound_versions}"
-    if given.queue_limit != replace(given, max_queue_size=None).queue_limit:
+    more = replace(more, max_versions=max(more.bound_versions, queue.bound_versions))
+    given, key = QueueOptions.of(config), f"async_generation_ratio={ratio:g}"
+    if given.queue_limit != replace(given, max_queue_size=None).queue_limit:  # the user's own, which would hold it up
         key += " async_training.max_queue_size=null"
     changes = {key: replace(scenario, queue=more)}
     if queue.async_generation_ratio:
@@ -242,12 +240,14 @@ def _figures(scenario: Scenario, seed: int) -> Figures | None:
     return None if outcome.findings or len(outcome.steps) < _FEWEST_STEPS else figures_of(outcome)
 
 
-def _told(changes: Mapping[str, Sequence[tuple[Figures, Figures]]], off: float) -> str:
+def _told(changes: Mapping[str, Sequence[tuple[Figures, Figures]]], off: float) -> str | None:
     shorter = {
         name: [after.step_s / before.step_s - 1 for before, after in runs]
         for name, runs in changes.items()
         if len(runs) > 1
     }
+    if not shorter:
+        return None
     parts: list[str] = []
     for name, gains in sorted(shorter.items(), key=lambda found: mean(found[1])):
         change, spread = mean(gains), stdev(gains)
@@ -257,5 +257,5 @@ def _told(changes: Mapping[str, Sequence[tuple[Figures, Figures]]], off: float) 
                 mean(figures.staleness_mean for figures in side) for side in zip(*changes[name], strict=True)
             )
             parts.append(f"{name}: {change:+.0%} +- {spread * 100:.0f} a step, staleness {was:.1f} -> {becomes:.1f}")
-    told = "; ".join(parts) or f"none of {', '.join(changes)} makes a step clearly shorter"
+    told = "; ".join(parts) or f"none of {', '.join(shorter)} makes a step clearly shorter"
     return f"{told} (simulated with the times of this run, whose own step comes out {off:+.0%})"
