@@ -18,7 +18,7 @@ LOCK   ?= $(patsubst %,-c %,$(wildcard locks/$(shell uname -s | tr A-Z a-z)-$(sh
 # Some images set it; each of the hundreds of processes that the tests start would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo demo-assets demo-agentic test test-all test-long test-unit lint clean
+.PHONY: setup demo demo-assets demo-agentic docs test test-all test-long test-unit lint clean
 
 setup: $(STAMP)
 
@@ -67,6 +67,11 @@ test-unit: setup
 lint: setup
 	@$(PIP) ruff pyright
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m pyright --pythonpath $(PY)
+
+# Into build/site; a broken link, or a page that no menu has, is an error. The variable hides mkdocs' own advertisement.
+docs: setup
+	@$(PIP) $(LOCK) -e ".[docs]"
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build
 
 clean:
 	rm -rf $(VENV) output build *.egg-info

@@ -2,7 +2,8 @@
 
     python tools/shipped_configs.py [--write]
 
-Prints the tables of docs_roll/cluster.md and docs_roll/memory.md; --write puts them there. Needs no device and no Ray.
+Prints the tables of docs_roll/cluster.md and docs_roll/memory.md; --write puts them there, and the configs that
+`roll-async new` would write, the first ones for 1, 2, 4 and 8 GPUs, into configs/. Needs no device and no Ray.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from roll_async.cluster.placement import gpu_nodes
+from roll_async.commands.configs.template import DATA, Choices, describe_model, first_config
 from roll_async.config.schema import AgenticConfig, PipelineConfig, roles_on_engine_devices
 from roll_async.launch.checks.device_memory import GB, DeviceUse, device_uses, span
 from roll_async.launch.checks.gate import check_supported
@@ -23,6 +25,13 @@ from roll_async.launch.roles import place_roles, processes_of
 ROOT = Path(__file__).resolve().parents[1]
 DEVICE_BYTES = int(80e9)
 CLUSTER, MEMORY = ROOT / "docs_roll" / "cluster.md", ROOT / "docs_roll" / "memory.md"
+FIRST = {
+    "gsm8k_0.5b_1gpu": ("Qwen/Qwen2.5-0.5B-Instruct", 1),
+    "gsm8k_1.5b_2gpu": ("Qwen/Qwen2.5-1.5B-Instruct", 2),
+    "gsm8k_3b_4gpu": ("Qwen/Qwen2.5-3B-Instruct", 4),
+    "gsm8k_7b_8gpu": ("Qwen/Qwen2.5-7B-Instruct", 8),
+}
+"""Configs that `roll-async new` writes: model and number of GPUs."""
 CLUSTER_HEAD = (
     "| config | gate | GPUs by node | ranks of actor_train | engine replicas | GB of a trainer's device, an engine's "
     "| started by |",
@@ -40,6 +49,17 @@ def shipped() -> list[Path]:
     return [path for path in sorted((ROOT / "configs").glob("*.yaml")) if not path.stem.endswith("_cpu")]
 
 
+def first_text(name: str) -> str:
+    """The text of a config of FIRST."""
+    model, gpus = FIRST[name]
+    (billions, context), (file, columns) = describe_model(model), DATA["gsm8k"]
+    choices = Choices(
+        name=name, model=model, billions=billions, context=context, file=file, columns=columns, reward="math_rule",
+        gpus=gpus,
+    )  # fmt: skip
+    return first_config(choices, DEVICE_BYTES)
+
+
 def cluster_table() -> list[str]:
     """A line per config; raises what the gate or the placement refuses."""
     return [*CLUSTER_HEAD, *(_cluster_row(path) for path in shipped())]
@@ -47,11 +67,13 @@ def cluster_table() -> list[str]:
 
 def memory_table() -> list[str]:
     """A line per config, devices and role."""
-    rows = []
-    for path in shipped():
-        for use in device_uses(check_supported(path).config, DEVICE_BYTES):
-            rows += [f"| {path.stem} | {row}" for row in _memory_rows(use)]
-    return [*MEMORY_HEAD, *rows]
+    return [*MEMORY_HEAD, *(row for path in shipped() for row in memory_rows(path))]
+
+
+def memory_rows(path: Path) -> Iterator[str]:
+    """The lines of one config."""
+    for use in device_uses(check_supported(path).config, DEVICE_BYTES):
+        yield from (f"| {path.stem} | {row}" for row in _of_devices(use))
 
 
 def in_document(text: str, head: Sequence[str]) -> list[str]:
@@ -87,7 +109,7 @@ def _starter(path: Path, config: PipelineConfig) -> str:
     return "`fully_async_main.py`" if path.stem.startswith("fully_async") else "`start_rlvr_pipeline.py`"
 
 
-def _memory_rows(use: DeviceUse) -> Iterator[str]:
+def _of_devices(use: DeviceUse) -> Iterator[str]:
     place, rest = span(use.devices), f"{use.buckets / GB:.1f} | {use.total / GB:.1f} |"
     for name, m in use.trainers:
         parts = " | ".join(f"{x / GB:.1f}" for x in (m.weights, m.gradients, m.optimizer, m.activations, m.logits))
@@ -107,6 +129,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="into the documents")
     args = parser.parse_args()
+    for name in FIRST if args.write else ():
+        (ROOT / "configs" / f"{name}.yaml").write_text(first_text(name))
     for document, table in ((CLUSTER, cluster_table()), (MEMORY, memory_table())):
         print("\n".join(table), end="\n\n")
         if args.write:

@@ -88,6 +88,12 @@ def execute(command: click.Command, args: Sequence[str], name: str) -> int:
     return result if isinstance(result, int) else EXIT_FINISHED
 
 
+def bad_usage(name: str, error: Exception) -> int:
+    """One line of a command that cannot do what it is asked for."""
+    print(f"roll-async {name}: {error}", file=sys.stderr)
+    return EXIT_USAGE
+
+
 def print_pairs(rows: Sequence[tuple[str, str]]) -> None:
     """Names and values: aligned lines in a pipe, a table on a terminal."""
     if sys.stdout.isatty():

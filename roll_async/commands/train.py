@@ -158,7 +158,7 @@ def _config(
 
 def _written(data: Sequence[Mapping[str, object]], files: dict[str, bytes]) -> tuple[str, Mapping[str, str]]:
     """(file of the rows, keys of `data_args`)."""
-    if not data:
+    if isinstance(data, Mapping) or not data:
         raise ValueError("data: no rows; give rows with prompt and ground_truth, or the path of a file")
     lines, columns = [], found_columns(data[0], "data[0]")
     for number, row in enumerate(data):

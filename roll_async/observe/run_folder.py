@@ -70,7 +70,7 @@ class RunFolder:
         """Rename the config of the last start, and log what is different."""
         kept = self._unused_name("config", "yaml")
         path.rename(kept)
-        old, new = (_leaves(yaml.safe_load(config)) for config in (before, text))
+        old, new = (leaves(yaml.safe_load(config)) for config in (before, text))
         changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key, _ABSENT) != new.get(key, _ABSENT)]
         named = ", ".join(changed[:_NAMED_KEYS]) + (", ..." if len(changed) > _NAMED_KEYS else "")
         logger.warning(
@@ -241,12 +241,12 @@ def redirect_output(path: Path) -> None:
     log_to([path])
 
 
-def _leaves(tree: object, prefix: str = "") -> dict[str, object]:
+def leaves(tree: object, prefix: str = "") -> dict[str, object]:
     """Values of a nested config by their full key; a list is one value."""
     if not isinstance(tree, dict) or not tree:
         return {prefix: tree}
     return {
-        k: v for key, sub in tree.items() for k, v in _leaves(sub, f"{prefix}.{key}" if prefix else str(key)).items()
+        k: v for key, sub in tree.items() for k, v in leaves(sub, f"{prefix}.{key}" if prefix else str(key)).items()
     }
 
 

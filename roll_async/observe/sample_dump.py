@@ -12,7 +12,7 @@ from roll_async.observe.disk import writing
 
 Row = Mapping[str, object]
 """Plain JSON values; `prompt_token_ids` and `response_token_ids` are lists of ints. With its texts also `step`,
-`prompt` and `response`.
+`prompt`, `response` and `response_pieces`, the text of each token alone.
 """
 Decode = Callable[[list[list[int]]], Sequence[str]]
 SAMPLES = "samples"
@@ -68,8 +68,17 @@ class SampleDump:
         rows = rows_of(max(self._folders.values()))
         prompts = self._decode([row["prompt_token_ids"] for row in rows])  # type: ignore[misc]
         responses = self._decode([row["response_token_ids"] for row in rows])  # type: ignore[misc]
+        ids = sorted({token for row in rows for token in row["response_token_ids"]})  # type: ignore[attr-defined]
+        # For a reader that has no tokenizer: what each token says alone.
+        pieces = dict(zip(ids, self._decode([[token] for token in ids]), strict=True))
         shown: list[Row] = [
-            {"step": step, **row, "prompt": prompt, "response": response}
+            {
+                "step": step,
+                **row,
+                "response_pieces": [pieces[token] for token in row["response_token_ids"]],  # type: ignore[attr-defined]
+                "prompt": prompt,
+                "response": response,
+            }
             for row, prompt, response in zip(rows, prompts, responses, strict=True)
         ]
         for folder, num_groups in self._folders.items():

@@ -54,6 +54,8 @@ def _last_number(text: str) -> float | None:
     found = re.findall(r"-?\\d[\\d,]*(?:\\.\\d+)?", text)
     return float(found[-1].replace(",", "")) if found else None
 '''
+_FILLED = 0.9
+"""Of a device by training: activations are an estimate."""
 _TOY_BILLIONS = 0.1
 """Smaller models are trained from nothing, and take larger steps."""
 
@@ -164,9 +166,9 @@ def first_config(choices: Choices, device_bytes: int, code: Mapping[str, str] = 
                 problem = "; ".join(f"{d.key}: {d.message}" for d in error.diagnostics if d.is_error)
                 continue
             problem = "; ".join(f"devices {span(use.devices)}: {use.problem}" for use in uses if use.problem)
-            if not problem:
+            if not problem and all(use.training <= _FILLED * device_bytes for use in uses):
                 return text
-    raise ValueError(f"{choices.model} on {choices.gpus} GPUs: {problem}")
+    raise ValueError(f"{choices.model} on {choices.gpus} GPUs: {problem or 'it would fill them to the brim'}")
 
 
 def _layouts(gpus: int) -> Iterator[DeviceLayout]:

@@ -22,7 +22,7 @@ def test_everything_that_names_devices_is_among_them():
     for path in sorted((ROOT / "configs").glob("*.yaml")):
         config = check_supported(path).config
         assert any(role.device_mapping for _, role in config.roles()) == (path in SHIPPED), path.name
-    assert len(SHIPPED) == 16
+    assert len(SHIPPED) == 20
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
@@ -32,8 +32,18 @@ def test_it_fits_devices_of_80_gb_and_none_of_half_of_what_it_takes(path):
     assert uses and all(use.problem is None for use in uses)
     require_fit(config, int(80e9))
     less = max(use.training for use in uses) // 2
-    with pytest.raises(ValueError, match=r"devices \d+-\d+: (training takes .* of \d+ GB|the engine's share)"):
+    with pytest.raises(ValueError, match=r"devices [\d-]+: (training takes .* of \d+ GB|the engine's share)"):
         require_fit(config, less)
+
+
+@pytest.mark.parametrize("name", shipped_configs.FIRST)
+def test_a_first_config_is_what_new_writes_valid_without_a_warning_and_short(name):
+    path = ROOT / "configs" / f"{name}.yaml"
+    assert path.read_text() == shipped_configs.first_text(name), "tools/shipped_configs.py --write"
+    loaded = check_supported(path)
+    assert loaded.warnings == () and loaded.config.optimizer_steps_per_batch == 1
+    lines = path.read_text().splitlines()
+    assert len(lines) <= 30 and max(map(len, lines)) <= 120
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)

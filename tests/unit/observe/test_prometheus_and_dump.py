@@ -56,6 +56,7 @@ def test_every_trained_sample_is_a_line_with_text_tokens_versions_and_score(tmp_
     assert file.name == "step_00000007.jsonl" and [r["group_id"] for r in rows] == [4, 4, 9, 9]
     first = rows[0]
     assert (first["prompt"], first["response"], first["response_token_ids"]) == ("5 6", "7 8", [7, 8])
+    assert first["response_pieces"] == ["7", "8"]
     assert first["score"] == 1.0 and first["version_runs"] == [[3, 2]] and first["loss_mask"] == [1, 1]
     assert first["step"] == 7 and first["row_id"] == "row4" and first["behaviour_logprobs"] == [-0.5, -0.5]
 
