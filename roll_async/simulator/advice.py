@@ -27,7 +27,7 @@ _FEWEST_STEPS = 8
 _FURTHEST_OFF = 0.25
 _SEEDS = 4
 _BUDGET_S = 5.0
-"""CPU seconds after which no further seed is simulated."""
+"""After which no further seed is simulated; after three times as long nothing more is."""
 _SAMPLES = 1000
 """Of one simulated run, about a CPU second; a larger batch is simulated in fewer steps, and smaller if it can be."""
 _BATCH = 128
@@ -205,7 +205,7 @@ def advice(config: RLVRConfig, metrics: Sequence[Mapping[str, float]]) -> str | 
     )
     if measured is None:
         return None
-    started, worlds = time.process_time(), list[tuple[float, Scenario, Figures]]()
+    started, worlds = time.monotonic(), list[tuple[float, Scenario, Figures]]()
     for shared in _SHARED:
         world = as_it_was(config, measured, shared)
         if (figures := _figures(world, 0)) is not None:
@@ -221,12 +221,14 @@ def advice(config: RLVRConfig, metrics: Sequence[Mapping[str, float]]) -> str | 
         _, world, before = likely[seed % len(likely)]
         before = _figures(world, seed) if seed else before
         for name, changed in changes_of(world, config, measured).items():
+            if time.monotonic() - started > 3 * _BUDGET_S:
+                return _told(changes, worlds[0][0], _limit(metrics))
             after = _figures(changed, seed)
             if before is not None and after is not None:
                 changes.setdefault(name, []).append((before, after))
-        if seed and time.process_time() - started > _BUDGET_S:  # two at least: one seed has no spread
+        if seed and time.monotonic() - started > _BUDGET_S:  # two at least: one seed has no spread
             break
-    return _told(changes, worlds[0][0])
+    return _told(changes, worlds[0][0], _limit(metrics))
 
 
 def _figures(scenario: Scenario, seed: int) -> Figures | None:
@@ -240,7 +242,15 @@ def _figures(scenario: Scenario, seed: int) -> Figures | None:
     return None if outcome.findings or len(outcome.steps) < _FEWEST_STEPS else figures_of(outcome)
 
 
-def _told(changes: Mapping[str, Sequence[tuple[Figures, Figures]]], off: float) -> str | None:
+def _limit(metrics: Sequence[Mapping[str, float]]) -> str:
+    """Which side the run waits for, where it is clear."""
+    trainer, engines = (1 - mean([m[key] for m in metrics]) for key in ("idle/trainer", "idle/engines"))
+    if engines > 0.85 > trainer:
+        return f"the engines are the limit (busy {engines:.0%}, the trainer {trainer:.0%}); "
+    return f"the trainer is the limit (busy {trainer:.0%}); " if trainer > 0.9 else ""
+
+
+def _told(changes: Mapping[str, Sequence[tuple[Figures, Figures]]], off: float, limit: str) -> str | None:
     shorter = {
         name: [after.step_s / before.step_s - 1 for before, after in runs]
         for name, runs in changes.items()
@@ -258,4 +268,4 @@ def _told(changes: Mapping[str, Sequence[tuple[Figures, Figures]]], off: float) 
             )
             parts.append(f"{name}: {change:+.0%} +- {spread * 100:.0f} a step, staleness {was:.1f} -> {becomes:.1f}")
     told = "; ".join(parts) or f"none of {', '.join(shorter)} makes a step clearly shorter"
-    return f"{told} (simulated with the times of this run, whose own step comes out {off:+.0%})"
+    return f"{limit}{told} (simulated with the times of this run, whose own step comes out {off:+.0%})"

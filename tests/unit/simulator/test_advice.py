@@ -8,7 +8,7 @@ import pytest
 
 from roll_async.config.api import load
 from roll_async.simulator import advice as module
-from roll_async.simulator.advice import FEWER, Measured, advice, as_it_was, changes_of
+from roll_async.simulator.advice import FEWER, Measured, _limit, advice, as_it_was, changes_of
 from roll_async.simulator.from_config import Speeds, scenario_of, split_of
 from roll_async.simulator.world import simulate
 
@@ -61,6 +61,7 @@ def test_lengths_and_times_are_those_of_the_run(slow):
 @pytest.mark.slow
 def test_a_run_that_waits_for_answers_is_told_what_a_higher_ratio_saves_and_the_run_with_it_is_so(slow, monkeypatch):
     monkeypatch.setattr(module, "_SEEDS", 3)
+    monkeypatch.setattr(module, "_BUDGET_S", 500)  # a machine under load must not make it say less
     config, steps = slow
     line = advice(config, steps)
     (told,) = re.findall(r"async_generation_ratio=2: (-\d+)% \+- \d+ a step, staleness \d\.\d -> \d\.\d", line)
@@ -70,7 +71,16 @@ def test_a_run_that_waits_for_answers_is_told_what_a_higher_ratio_saves_and_the_
 
     truth = mean(run(config_of("async_generation_ratio=2"))) / mean(steps) - 1
     assert int(told) / 100 == pytest.approx(truth, abs=0.12)
-    assert "engine" not in line, "engines on the CPU share its cores"
+    assert "engine more" not in line, "engines on the CPU share its cores"
+
+
+def test_the_side_that_never_waits_is_named():
+    def record(trainer, engines):
+        return {"idle/trainer": trainer, "idle/engines": engines}
+
+    assert _limit([record(0.5, 0.0), record(0.6, 0.1)]) == "the engines are the limit (busy 95%, the trainer 45%); "
+    assert _limit([record(0.02, 0.4)]) == "the trainer is the limit (busy 98%); "
+    assert _limit([record(0.3, 0.3)]) == ""
 
 
 def test_engines_with_devices_may_be_more_or_fewer_and_every_change_is_another_world(slow):
