@@ -15,12 +15,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from roll_async.cluster.placement import gpu_nodes
+from roll_async.cluster.placement import gpu_nodes, place_roles, processes_of
 from roll_async.commands.configs.template import DATA, Choices, describe_model, first_config
 from roll_async.config.schema import AgenticConfig, PipelineConfig, roles_on_engine_devices
 from roll_async.launch.checks.device_memory import GB, DeviceUse, device_uses, span
 from roll_async.launch.checks.gate import check_supported
-from roll_async.launch.roles import place_roles, processes_of
 
 ROOT = Path(__file__).resolve().parents[1]
 DEVICE_BYTES = int(80e9)

@@ -17,8 +17,10 @@ from ray.util import list_named_actors
 
 from roll_async.buffer.errors import StallError
 from roll_async.cluster.address import require_cluster
+from roll_async.cluster.placement import pretended_gpus
 from roll_async.cluster.reaper import reaper
 from roll_async.config.user_code import FOLDERS_VARIABLE
+from roll_async.observe.trace import DRIVER, starting
 
 logger = logging.getLogger(__name__)
 
@@ -36,14 +38,6 @@ _OWN_VARIABLES = (
     "RAY_enable_worker_prestart",
     "CUDA_VISIBLE_DEVICES",
 )
-
-
-def pretended_gpus() -> int:
-    """Number of GPUs that the embedded Ray is told to have (`ROLL_ASYNC_PRETENDED_GPUS`), so that layouts with devices
-    run on a machine without: placement, visible devices and turns are real, processes compute on the CPU. 0 = the real
-    GPUs are used.
-    """
-    return int(os.environ.get("ROLL_ASYNC_PRETENDED_GPUS", "0"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +64,8 @@ def ray_runtime(*, num_processes: int, env: dict[str, str]) -> Iterator[RuntimeI
     with reaper() as add_folder, _settings_put_back():
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        _connect(address, runtime_env, num_processes)
+        with starting(DRIVER, "ray"):
+            _connect(address, runtime_env, num_processes)
         if not address:  # in the session of a joined cluster other runs have files open, too
             add_folder(str(session_folder()))
         try:

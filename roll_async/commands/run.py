@@ -6,11 +6,12 @@ import asyncio
 import logging
 import os
 import sys
-import time
+import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,8 @@ from roll_async.config.secrets import is_secret, shown_text, with_secrets, witho
 from roll_async.launch.run_start import checkpoints_of, go_back, how_to_continue, lock_run, open_run, restored_step
 from roll_async.launch.signals import EndedAtOnce, outlive_state_requests, run_to_end
 from roll_async.observe.disk import Unwritable
+from roll_async.observe.progress import tell_start
+from roll_async.observe.trace import DRIVER, StartTimeline, followed, starting
 
 if TYPE_CHECKING:
     from roll_async.cluster.runtime import RuntimeInfo
@@ -128,9 +131,11 @@ def opened(
     """
     from roll_async.cluster.folders import absolute_paths
 
+    held.enter_context(StartTimeline().current(tell_start))
     # Before all that takes time: a second start beside a running one ends at once, and touches nothing.
     lock_run(load(path, overrides, pipeline), held)
-    config = absolute_paths(_admitted(path, overrides, pipeline), Path.cwd())
+    with starting(DRIVER, "checks"):
+        config = absolute_paths(_admitted(path, overrides, pipeline), Path.cwd())
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     outlive_state_requests()  # before the record tells anybody the process to ask
     config, folder, notices = open_run(config)
@@ -265,9 +270,10 @@ def ended(name: str, work: Callable[[], int]) -> int:
 
 
 def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, hooks: UserHooks) -> RunEnd:
-    from roll_async.cluster.role_log import role_environment
-    from roll_async.cluster.runtime import ray_runtime
-    from roll_async.launch.roles import processes_of
+    with starting(DRIVER, "ray_import"):
+        from roll_async.cluster.placement import processes_of
+        from roll_async.cluster.role_log import role_environment
+        from roll_async.cluster.runtime import ray_runtime
 
     processes = processes_of(config)
     folder.keep_trace()
@@ -287,11 +293,11 @@ def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, hooks: UserHo
         flush=True,
     )
     env = role_environment(folder.role_logs())
-    started = time.monotonic()
-    recorder.screen.phase("Ray")
+    recorder.screen.starting(recorder.start)
+    # torch is most of these imports, and Ray waits for its own processes meanwhile.
+    threading.Thread(target=import_module, args=("roll_async.launch.restarts",), name="imports", daemon=True).start()
     try:
         with ray_runtime(num_processes=len(processes) + 2, env=env) as runtime:
-            recorder.screen.phase("Ray", time.monotonic() - started)
             end = run_to_end(lambda: _train(config, runtime, (recorder, folder), hooks))
     except BaseException:  # the first error is the one that is told
         with suppress(OSError):
@@ -334,6 +340,7 @@ def _recorder(config: RLVRConfig | AgenticConfig, folder: RunFolder) -> Recorder
         gpus=gpus_of_machine(),
         create={name: partial(create, name) for name in tracking.track_with},
         alarms=tracking.alarms,
+        start=followed(),
     )
 
 
@@ -344,8 +351,9 @@ async def _train(
     hooks: UserHooks,
 ) -> RunEnd:
     """Start the roles, run the loop, export the model. When a role dies, all roles are started again."""
-    from roll_async.launch.restarts import can_restart, restart_from_newest, started_roles
-    from roll_async.rollout.filters.filter_budget import GeneratedTooMany
+    with starting(DRIVER, "imports"):
+        from roll_async.launch.restarts import can_restart, restart_from_newest, started_roles
+        from roll_async.rollout.filters.filter_budget import GeneratedTooMany
 
     recorder, folder = observers
     while True:
@@ -360,6 +368,8 @@ async def _train(
             if not can_restart(config, recorder.restarts, error):
                 raise
             config = restart_from_newest(config, recorder, folder, error)
+            recorder.start.begin()
+            recorder.screen.starting(recorder.start)
 
 
 def _report(config: RLVRConfig | AgenticConfig, folder: RunFolder, end: RunEnd) -> None:

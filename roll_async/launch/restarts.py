@@ -46,14 +46,10 @@ async def started_roles(
     await wait_names_free()  # of the roles before a restart
     async with AsyncExitStack() as stack:
         starting = asyncio.ensure_future(start_run(config, runtime, stack, observers, hooks))
-        clock = asyncio.get_running_loop()
-        since = clock.time()
         on_stop_signals(starting.cancel)  # there is no pipeline yet to be asked to stop
         try:
-            observers[0].screen.phase("engines and trainer")
             with defer_gc_during_startup(settled=True):
                 pipeline = await starting
-            observers[0].screen.phase("engines and trainer", clock.time() - since)
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
         observers[0].begin(lambda: pipeline.trainer.state.value)

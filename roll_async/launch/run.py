@@ -15,6 +15,7 @@ from roll_async.launch.run_start import checkpoints_of
 from roll_async.observe.recorder import Recorder
 from roll_async.observe.run_folder import RunFolder
 from roll_async.observe.sample_dump import EVERY_GROUP, SAMPLES, SampleDump
+from roll_async.observe.trace import DRIVER, starting
 from roll_async.pipelines.checkpoint import LoopCheckpoint, restore_loop
 from roll_async.pipelines.metrics import sample_rows
 from roll_async.pipelines.protocol import PipelineParts, RunPlan
@@ -69,7 +70,8 @@ async def build_run(
     checkpoints = checkpoints_of(config, folder.record)
     saved = {name: training[name] for name in ("actor_train", "critic") if name in training}
     # Before the rollout side is built, which begins at the position that comes out of it.
-    restored, position = await restore_loop(config, saved, learner, checkpoints)
+    with starting(DRIVER, "restore"):
+        restored, position = await restore_loop(config, saved, learner, checkpoints)
     assert folder.last_step <= restored, f"the folder has metrics of later steps than {restored}"
     run_id = "" if folder.record is None else folder.record.run_id
     side = await rollout.build(config, actor, hooks.of_rollout, run_id, restored, position)

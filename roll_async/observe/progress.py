@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from roll_async.observe.sample_dump import Row
+from roll_async.observe.trace import StartTimeline
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,11 @@ def duration(seconds: float) -> str:
     whole = int(seconds)
     hours, minutes = whole // 3600, whole // 60 % 60
     return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+
+
+def tell_start(line: str) -> None:
+    """What a start is at, before there is a screen."""
+    print(line, flush=True)
 
 
 def readable(text: object, *, longest: int = _LONGEST_TEXT, keep: str = "") -> str:
@@ -94,24 +100,24 @@ class Screen:
         self._terminal = sys.stdout.isatty() and not self._console.is_dumb_terminal
         self._live: Live | None = None
         self._state: Callable[[], str] = str
-        self._phases: dict[str, float] = {}
-        """Parts of the start that are under way, and since when."""
+        self._start: StartTimeline | None = None
+        """Of the roles, while they start."""
         self._under_way, self._eta = "starting", ""
         self._since = time.monotonic()
         """When the step under way began."""
 
-    def phase(self, name: str, seconds: float | None = None) -> None:
-        """A part of the start: it begins, or it took so many seconds."""
-        if seconds is None:
-            self._phases[name] = time.monotonic()
+    def starting(self, start: StartTimeline) -> None:
+        """The roles start: on a terminal the live line shows what is under way, in a pipe the timeline tells it."""
+        self._start = start
+        if self._terminal:
+            start.tell = None
             self._begin_live()
-        else:
-            self._phases.pop(name, None)
-            self._since = time.monotonic()
-            self._say([(f"{name}: started in {seconds:.1f} s", "dim")])
 
     def begin(self, state: Callable[[], str]) -> None:
         """The steps begin. `state`: what the trainer does now."""
+        if self._start is not None:
+            self._say([(f"trainer and engines started in {self._start.elapsed_s():.1f} s", "dim")])
+            self._start = None
         self._state, self._under_way, self._since = state, "first step", time.monotonic()
         self._begin_live()
 
@@ -227,9 +233,8 @@ class Screen:
 
     def _live_line(self) -> Text:
         now = time.monotonic()
-        if self._phases:
-            since = min(self._phases.values())
-            text = f"starting {', '.join(self._phases)}  {duration(now - since)}"
+        if self._start is not None:
+            text = self._start.line()
         else:
             state = self._state()
             text = f"{self._under_way}  {_DOING.get(state, state)}  {duration(now - self._since)}  {self._eta}"

@@ -15,7 +15,7 @@ from roll_async.observe.outside import OutsideError, border
 from roll_async.observe.progress import Screen, best_and_worst, facts, readable
 from roll_async.observe.run_folder import RunFolder
 from roll_async.observe.sample_dump import Row
-from roll_async.observe.trace import Trace
+from roll_async.observe.trace import StartTimeline, Trace
 from roll_async.observe.trackers import Tracker
 
 logger = logging.getLogger(__name__)
@@ -54,11 +54,14 @@ class Recorder:
         gpus: Gpus | None = None,
         create: Mapping[str, Callable[[], Tracker]] | None = None,
         alarms: Mapping[str, float] | None = None,
+        start: StartTimeline | None = None,
     ) -> None:
         """`trackers`: those that last as long as the process. `create`: by name, makes a tracker of the branch that the
         folder names; raises ValueError if it cannot. `gpus`: of the machine of the driver. `alarms`: the largest value
-        of a metric that is no alarm, by key. `samples_every`: steps between two panels of samples, 0 = none.
+        of a metric that is no alarm, by key. `samples_every`: steps between two panels of samples, 0 = none. `start`:
+        of the roles; its metrics are those of the first step after it.
         """
+        self.start = StartTimeline() if start is None else start
         self._alarms, self._raised, self._missed = dict(alarms or {}), set[str](), set[str]()
         self._folder, self.screen, self._create = folder, screen, dict(create or {})
         self._lasting, self._of_branch, self._failed = list(trackers), list[Tracker](), list[Tracker]()
@@ -93,6 +96,7 @@ class Recorder:
         missing = [key for key in REQUIRED_KEYS if key not in metrics]
         assert not missing, f"metrics of step {step} lack {missing}"
         full = {"step": step, "time_s": time.monotonic() - self._started, "run/restarts": self.restarts, **metrics}
+        full |= self._start_metrics()
         full["memory/driver_peak_bytes"] = float(peak_bytes_of_self())
         if self._gpus is not None:
             full |= self._gpus.metrics()
@@ -110,6 +114,13 @@ class Recorder:
         self._flat.look(full)
         if self.on_step is not None:
             self.on_step(step, full)
+
+    def _start_metrics(self) -> dict[str, float]:
+        """Of a start that no step has told of; its phases become spans."""
+        phases = self.start.take()
+        for role, phase, began_s, ended_s in phases:
+            self.span("start", f"{role} {phase}", began_s, ended_s)
+        return self.start.metrics(phases)
 
     def samples(self, step: int, rows: Sequence[Row]) -> None:
         """Rows that a step trained, with their texts. Called by the thread that decodes them: the screen shows them at

@@ -28,6 +28,7 @@ from typing import TypeVar
 from roll_async.buffer.deadline import within
 from roll_async.buffer.errors import EndOfData, first_cause
 from roll_async.buffer.freshness import BatchFreshness
+from roll_async.observe.trace import DRIVER, starting
 from roll_async.pipelines.agreement import PolicyAgreement
 from roll_async.pipelines.metrics import StepClock, StepRecord, merged_reports, step_metrics, trace_step
 from roll_async.pipelines.protocol import PipelineParts, RunEnd, RunPlan, TrainerState
@@ -253,7 +254,8 @@ class TrainLoop:
         step, last = self.trained, self._is_last(self.trained)
         measures = self._plan.measures_restored and self.validator.due(step, last=last)
         measures = measures and await self.validator.claim(step)
-        await self._push_to_all(step)
+        with starting(DRIVER, "first_push"):
+            await self._push_to_all(step)
         if measures:
             await self.validator.begin(step, last=last)
 

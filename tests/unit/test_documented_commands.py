@@ -20,7 +20,8 @@ DOCUMENTS = (
     "README.md", "docs_roll/getting_started.md", "docs_roll/first_gpu_run.md", "docs_roll/zh/getting_started.md",
     "docs_roll/zh/first_gpu_run.md", "docs_roll/zh/own_reward.md", "docs_roll/agentic.md", "docs_roll/fully_async.md",
     "docs_roll/validation.md", "docs_roll/simulator.md", "docs_roll/cluster.md", "examples/my_project/README.md",
-    "examples/async_dapo/README.md", "examples/dapo/README.md", "docs_roll/docs/English/UserGuide/algorithms/offpolicy_setting.md",
+    "examples/async_dapo/README.md", "examples/dapo/README.md",
+    "docs_roll/docs/English/UserGuide/algorithms/offpolicy_setting.md",
     "docs_roll/docs/简体中文/使用指南/algorithms/offpolicy_setting.md",
 )  # fmt: skip
 PROGRAMS = ("python", "python3", "pip", "ray", "roll-async", "make", "curl")

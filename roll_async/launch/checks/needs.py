@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from roll_async.cluster.placement import gpu_nodes, shortage
-from roll_async.cluster.runtime import pretended_gpus
+from roll_async.cluster.placement import gpu_nodes, pretended_gpus, processes_of, shortage
 from roll_async.config.schema import PipelineConfig, RLVRConfig
 from roll_async.launch.checks.inputs import is_hub_name, missing_inputs, models_of
 from roll_async.launch.checks.packages import missing_packages
-from roll_async.launch.roles import processes_of
 from roll_async.observe.machine import gpus_here
 
 

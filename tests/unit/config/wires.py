@@ -27,6 +27,7 @@ from pytest import MonkeyPatch
 
 from roll_async.algorithms.objective import LossSettings
 from roll_async.buffer.states import QueueOptions
+from roll_async.cluster.placement import place_roles
 from roll_async.cluster.roles.engine_group import RayEngineClient
 from roll_async.cluster.roles.reward_group import HostPlan, RayScorer
 from roll_async.cluster.roles.rollout_process import RolloutProcess
@@ -38,7 +39,7 @@ from roll_async.inference.settings import EngineSettings
 from roll_async.launch import agents, restarts, rollout, run_start
 from roll_async.launch import run as launch_run
 from roll_async.launch.engines import ReplicaStarter
-from roll_async.launch.roles import RoleStarter, place_roles
+from roll_async.launch.roles import RoleStarter
 from roll_async.observe import machine, progress, prometheus, recorder, trace, trackers
 from roll_async.pipelines import checkpoint, validation
 from roll_async.pipelines.protocol import RunPlan

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from roll_async.observe.progress import Screen, best_and_worst, readable
+from roll_async.observe.trace import StartTimeline
 from tests.patience import patient
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -62,8 +63,7 @@ def test_a_resumed_run_expects_its_end_from_its_own_steps(capsys):
 def test_a_pipe_and_the_log_get_the_same_plain_lines(capsys, caplog):
     caplog.set_level(logging.INFO, "roll_async")
     screen = Screen(2)
-    screen.phase("Ray")
-    screen.phase("Ray", 2.04)
+    screen.starting(StartTimeline())
     screen.begin(lambda: "waiting")
     screen.show(line(1, 1.0))
     screen.show(line(2, 2.0, **{"validation/lag": 0.0, "validation/version": 2.0, "validation/accuracy": 0.5}))
@@ -73,7 +73,7 @@ def test_a_pipe_and_the_log_get_the_same_plain_lines(capsys, caplog):
     assert "\x1b" not in out and "\r" not in out
     assert out == "".join(f"{record.getMessage()}\n" for record in caplog.records)
     assert re.sub(r"\\x1b.*left", "", out).splitlines()[:6] == [
-        "Ray: started in 2.0 s",
+        "trainer and engines started in 0.0 s",
         "step 1/2  reward 0.500  100 samples/s  staleness 0.50/1  queue 3+4  overlap 75%  eta 0:01",
         "step 2/2  reward 0.500  100 samples/s  staleness 0.50/1  queue 3+4  overlap 75%  eta 0:00",
         "validation of step 2  accuracy 0.500",
@@ -131,13 +131,15 @@ RUN = """
 import logging, sys, time, warnings
 from roll_async.observe.progress import Screen
 from roll_async.observe.run_folder import RunFolder
+from roll_async.observe.trace import StartTimeline, starting
 sys.path.insert(0, sys.argv[2])
 from tests.unit.observe.test_progress import line
 RunFolder(sys.argv[1], "run").open_log()
 screen = Screen(3)
-screen.phase("Ray")
-time.sleep(0.6)
-screen.phase("Ray", 0.6)
+with StartTimeline().current(print, every_s=0.05) as start:
+    screen.starting(start)
+    with starting("driver", "ray"):
+        time.sleep(0.6)
 screen.begin(lambda: "waiting")
 for step in (1, 2, 3):
     time.sleep(0.3)
@@ -186,10 +188,14 @@ def test_warnings_and_prints_stand_above_the_live_line_and_steps_stay(tmp_path):
     os.close(ours)
     assert process.wait(patient(60)) == 0
     text = data.decode()
-    assert "starting Ray  0:00" in text and "waiting for answers" in text and "\x1b[33mWARNING: warning 1" in text
+    assert (
+        "starting, 0 s: driver ray 0 s" in text
+        and "waiting for answers" in text
+        and "\x1b[33mWARNING: warning 1" in text
+    )
     shown = [found for found in seen(text) if found and "glossary" not in found]
     assert shown == [
-        "Ray: started in 0.6 s",
+        "trainer and engines started in 0.6 s",
         *(
             part
             for step in (1, 2, 3)
