@@ -1,6 +1,7 @@
 """The layer contract: a folder imports only from lower layers, and third-party libraries only where they belong."""
 
 import ast
+import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -17,7 +18,7 @@ LAYER = {
     "simulator": 6,
     "launch": 7,
     "commands": 8,
-    "cli": 9,
+    "cli": 9, "__init__": 9,
 }  # fmt: skip
 
 ALLOWED = {
@@ -56,8 +57,12 @@ def imports(path: Path) -> list[tuple[str, int]]:
     return found
 
 
-def test_package_initialisers_are_empty():
-    assert [path for path in files() if path.name == "__init__.py" and path.read_text()] == []
+def test_package_initialisers_are_empty_but_the_one_that_users_import_which_imports_nothing_itself():
+    top = PACKAGE / "__init__.py"
+    assert [p for p in files() if p.name == "__init__.py" and p != top and p.read_text()] == []
+    run = "import sys, roll_async; print(sorted(n for n in sys.modules if n.startswith('roll_async')))"
+    said = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, cwd=PACKAGE.parent).stdout
+    assert said == "['roll_async']\n"
 
 
 def test_a_folder_imports_only_from_lower_layers():
