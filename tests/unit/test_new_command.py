@@ -46,7 +46,7 @@ def test_what_it_writes_is_valid_fits_and_takes_one_optimizer_step_a_batch(capsy
     assert [path.name for path in Path("mine").iterdir()] == ["config.yaml"]
     assert main(["validate", "mine/config.yaml"]) == 0 and "warning" not in capsys.readouterr().out
     config = load("mine/config.yaml")
-    assert config.optimizer_steps_per_batch == 1 and config.is_async == (gpus != 1 and "7B" not in model or gpus == 8)
+    assert config.optimizer_steps_per_batch == 1 and config.is_async == (gpus != 1)
     assert len({d for _, role in config.roles() for d in role.device_mapping or ()}) == gpus
     if gpus and "acme" not in model:
         assert all(use.problem is None for use in device_uses(config, int(80e9)))
