@@ -18,7 +18,7 @@ LOCK   ?= $(patsubst %,-c %,$(wildcard locks/$(shell uname -s | tr A-Z a-z)-$(sh
 # Some images set it; each of the hundreds of processes that the tests start would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo demo-assets demo-agentic test test-all test-long test-unit lint clean
+.PHONY: setup demo demo-assets demo-agentic docs test test-all test-long test-unit lint clean
 
 setup: $(STAMP)
 
@@ -40,17 +40,10 @@ $(STAMP): pyproject.toml Makefile
 	@touch $@
 
 demo-assets: setup
-	@$(PY) tools/make_demo_assets.py --output output/demo_assets
+	@$(PY) -m roll_async demo --assets-only
 
-demo: demo-assets
-	@if $(PY) -c "import importlib.util as u, sys; sys.exit(u.find_spec('vllm') is None)"; then \
-	  echo "python examples/start_rlvr_pipeline.py --config rlvr_config_async_cpu.yaml"; \
-	  $(PY) examples/start_rlvr_pipeline.py --config rlvr_config_async_cpu.yaml; \
-	else \
-	  echo "vLLM has no CPU build for this platform: running on the Hugging Face engine"; \
-	  $(PY) examples/start_rlvr_pipeline.py --config rlvr_config_async_cpu.yaml \
-	    actor_infer.strategy_args='{strategy_name: hf_infer}'; \
-	fi
+demo: setup
+	@$(PY) -m roll_async demo
 
 demo-agentic: setup
 	@$(PY) tools/make_agentic_assets.py --output output/agentic_assets
@@ -74,6 +67,11 @@ test-unit: setup
 lint: setup
 	@$(PIP) ruff pyright
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m pyright --pythonpath $(PY)
+
+# Into build/site; a broken link, or a page that no menu has, is an error. The variable hides mkdocs' own advertisement.
+docs: setup
+	@$(PIP) $(LOCK) -e ".[docs]"
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build
 
 clean:
 	rm -rf $(VENV) output build *.egg-info

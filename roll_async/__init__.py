@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from roll_async.commands.train import Run, train
 
+__version__ = "0.1.0"
 __all__ = ["Run", "train"]
 
 

@@ -5,10 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+import click
+
+from roll_async import __version__
 from roll_async.commands.command_line import EXIT_CODES, Commands, execute
 
 COMMANDS = {
+    "demo": ("roll_async.commands.demo.demo", "a tiny model learns to add numbers, on this machine's CPU"),
     "new": ("roll_async.commands.configs.new", "write a first config and a reward for a model, data and GPUs"),
+    "doctor": ("roll_async.commands.doctor.doctor", "what of this machine, or for a config, stands in a run's way"),
     "run": ("roll_async.commands.run", "train what a config says"),
     "validate": ("roll_async.commands.configs.validate", "check configs, one line each"),
     "show": (
@@ -25,6 +30,22 @@ COMMANDS = {
         "a config of ROLL or verl in the keys of this project, with the reasons",
     ),
     "runs": ("roll_async.commands.runs", "the runs of a folder: id, steps, last reward, state"),
+    "view": (
+        "roll_async.commands.reading.view",
+        "runs as a page in the browser, also while they go on, or as a file",
+    ),
+    "status": (
+        "roll_async.commands.reading.status",
+        "how a run stands: step, reward, who waits, last error",
+    ),
+    "compare": (
+        "roll_async.commands.reading.compare",
+        "two runs: metrics at equal steps, and their configs",
+    ),
+    "samples": (
+        "roll_async.commands.reading.samples",
+        "answers that a run keeps: --best, --worst, --step",
+    ),
     "scale": ("roll_async.commands.scale", "more or fewer engine replicas for a run under way"),
     "convert": ("roll_async.commands.convert", "Hugging Face <-> Megatron checkpoints"),
     "eval": ("roll_async.commands.eval", "the validation of a config, of a model folder, a checkpoint or an address"),
@@ -36,15 +57,17 @@ _HELP = """Asynchronous reinforcement-learning post-training: Megatron trains, v
 
 \b
 Example:
-  roll-async validate configs/rlvr_config_async_cpu.yaml
+  roll-async demo
+  roll-async validate rlvr_config_async_cpu
   roll-async run --config rlvr_config_async_cpu max_steps=5
 """
 
 app = Commands(COMMANDS, name="roll-async", help=_HELP, epilog=EXIT_CODES, no_args_is_help=False)
+app = click.version_option(__version__, message="roll-async %(version)s")(app)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `roll-async` and `python -m roll_async.cli`; returns the exit code."""
+    """Entry point of `roll-async` and `python -m roll_async`; returns the exit code."""
     return execute(app, sys.argv[1:] if argv is None else argv, "roll-async")
 
 

@@ -15,12 +15,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from roll_async.cluster.placement import gpu_nodes
+from roll_async.cluster.placement import gpu_nodes, place_roles, processes_of
 from roll_async.commands.configs.template import DATA, Choices, describe_model, first_config
 from roll_async.config.schema import AgenticConfig, PipelineConfig, roles_on_engine_devices
 from roll_async.launch.checks.device_memory import GB, DeviceUse, device_uses, span
 from roll_async.launch.checks.gate import check_supported
-from roll_async.launch.roles import place_roles, processes_of
 
 ROOT = Path(__file__).resolve().parents[1]
 DEVICE_BYTES = int(80e9)
@@ -67,11 +66,13 @@ def cluster_table() -> list[str]:
 
 def memory_table() -> list[str]:
     """A line per config, devices and role."""
-    rows = []
-    for path in shipped():
-        for use in device_uses(check_supported(path).config, DEVICE_BYTES):
-            rows += [f"| {path.stem} | {row}" for row in _memory_rows(use)]
-    return [*MEMORY_HEAD, *rows]
+    return [*MEMORY_HEAD, *(row for path in shipped() for row in memory_rows(path))]
+
+
+def memory_rows(path: Path) -> Iterator[str]:
+    """The lines of one config."""
+    for use in device_uses(check_supported(path).config, DEVICE_BYTES):
+        yield from (f"| {path.stem} | {row}" for row in _of_devices(use))
 
 
 def in_document(text: str, head: Sequence[str]) -> list[str]:
@@ -107,7 +108,7 @@ def _starter(path: Path, config: PipelineConfig) -> str:
     return "`fully_async_main.py`" if path.stem.startswith("fully_async") else "`start_rlvr_pipeline.py`"
 
 
-def _memory_rows(use: DeviceUse) -> Iterator[str]:
+def _of_devices(use: DeviceUse) -> Iterator[str]:
     place, rest = span(use.devices), f"{use.buckets / GB:.1f} | {use.total / GB:.1f} |"
     for name, m in use.trainers:
         parts = " | ".join(f"{x / GB:.1f}" for x in (m.weights, m.gradients, m.optimizer, m.activations, m.logits))

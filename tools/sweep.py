@@ -22,7 +22,7 @@ from roll_async.launch.roles import RoleStarter
 from roll_async.launch.rollout import StartedRollout, prompts_of
 from roll_async.launch.run import build_run
 from roll_async.launch.run_start import go_back, open_run, restored_step
-from roll_async.observe.progress import ProgressLine
+from roll_async.observe.progress import Screen
 from roll_async.observe.recorder import Recorder
 from roll_async.pipelines.protocol import RunEnd
 from roll_async.pipelines.wire import UserHooks
@@ -65,7 +65,7 @@ class Sweep:
                 )
         config, folder, _ = open_run(config)
         go_back(config, folder, restored_step(config, folder))
-        recorder = Recorder(folder, [], ProgressLine(config.max_steps), logging_steps=config.max_steps)
+        recorder = Recorder(folder, [], Screen(config.max_steps), logging_steps=config.max_steps)
         workers = dict(config.roles())
         training, rollout = self._roles
         for name, group in training.items():

@@ -14,6 +14,8 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from roll_async.config.schema import PipelineConfig, WorkerConfig, reference_is_actor
+
 _MOST_THREADS = 8
 """Threads of a process with a GPU: its computations on the host do not gain from more."""
 
@@ -71,6 +73,49 @@ def process_env(placement: ProcessPlacement, granted: GrantedNode | None) -> dic
         # NOSET: Ray would name devices anew by the shares it accounts, which roles on one device split.
         devices = {"CUDA_VISIBLE_DEVICES": visible, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
     return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), **devices}
+
+
+def pretended_gpus() -> int:
+    """Number of GPUs that the embedded Ray is told to have (`ROLL_ASYNC_PRETENDED_GPUS`), so that layouts with devices
+    run on a machine without: placement, visible devices and turns are real, processes compute on the CPU. 0 = the real
+    GPUs are used.
+    """
+    return int(os.environ.get("ROLL_ASYNC_PRETENDED_GPUS", "0"))
+
+
+def training_roles(config: PipelineConfig) -> dict[str, WorkerConfig]:
+    """Roles with Megatron ranks of their own."""
+    roles = {name: worker for name, worker in config.roles() if name != "actor_infer"}
+    if reference_is_actor(config):
+        roles.pop("reference")
+    return roles
+
+
+def place_roles(config: PipelineConfig) -> dict[str, tuple[ProcessPlacement, ...]]:
+    """Device mappings to the processes of each role: of actor_train, reference, critic, teacher as configured, and last
+    the engines, actor_infer. Raises ValueError for a mapping that spans nodes where it cannot.
+    """
+    roles = training_roles(config)
+    cpu = sum(w.num_ranks for w in roles.values() if w.device_mapping is None)
+    cpu += config.num_servers if config.actor_infer.device_mapping is None else 0
+    threads = threads_per_process(cpu)  # of processes on CPU; those with a GPU have theirs from the granted node
+
+    def put(worker: WorkerConfig, count: int) -> tuple[ProcessPlacement, ...]:
+        return place(
+            worker.device_mapping,
+            num_processes=count,
+            num_gpus_per_node=config.num_gpus_per_node,
+            num_threads=threads,
+            pretended=pretended_gpus() > 0,
+        )
+
+    training = {name: put(w, w.num_ranks) for name, w in roles.items()}
+    return {**training, "actor_infer": put(config.actor_infer, config.num_servers)}
+
+
+def processes_of(config: PipelineConfig) -> list[ProcessPlacement]:
+    """The processes of all roles."""
+    return list(itertools.chain.from_iterable(place_roles(config).values()))
 
 
 def place(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,15 +16,16 @@ from ray._private.worker import global_worker
 from ray.util import list_named_actors
 
 from roll_async.buffer.errors import StallError
+from roll_async.cluster.address import require_cluster
+from roll_async.cluster.placement import pretended_gpus
 from roll_async.cluster.reaper import reaper
 from roll_async.config.user_code import FOLDERS_VARIABLE
+from roll_async.observe.trace import DRIVER, starting
 
 logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 _NAMES_FREE_WITHIN_S, _NAMES_POLL_S = 30.0, 0.1
-_ANSWERS_WITHIN_S = 10.0
-"""How long a cluster may take to accept a connection; Ray alone tries for minutes and tells nobody."""
 # For shares of batches; weights travel past it. Ray alone would take 30 % of the memory.
 _EMBEDDED_OBJECT_STORE_BYTES = 512 << 20
 _SINGLE_HOST_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
@@ -38,14 +38,6 @@ _OWN_VARIABLES = (
     "RAY_enable_worker_prestart",
     "CUDA_VISIBLE_DEVICES",
 )
-
-
-def pretended_gpus() -> int:
-    """Number of GPUs that the embedded Ray is told to have (`ROLL_ASYNC_PRETENDED_GPUS`), so that layouts with devices
-    run on a machine without: placement, visible devices and turns are real, processes compute on the CPU. 0 = the real
-    GPUs are used.
-    """
-    return int(os.environ.get("ROLL_ASYNC_PRETENDED_GPUS", "0"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,20 +56,16 @@ def ray_runtime(*, num_processes: int, env: dict[str, str]) -> Iterator[RuntimeI
     Raises ValueError when nothing answers at RAY_ADDRESS, or it is that of a job server.
     """
     address = os.environ.get("RAY_ADDRESS")
-    if address and address.startswith(("http://", "https://")):
-        raise ValueError(
-            f"RAY_ADDRESS={address} is the address of Ray's job server: hand the run over with `ray job submit`, unset "
-            "RAY_ADDRESS to run on this machine, or set it to HOST:6379 to join the cluster from here"
-        )
     if address:
-        _must_answer(address)
+        require_cluster(address)
     found = {FOLDERS_VARIABLE: os.environ.get(FOLDERS_VARIABLE, "")}
     runtime_env = {"env_vars": {"PYTHONPATH": _python_path(), **found, **env}}
     # The reaper is outermost: it ends what Ray's own shutdown leaves behind.
     with reaper() as add_folder, _settings_put_back():
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        _connect(address, runtime_env, num_processes)
+        with starting(DRIVER, "ray"):
+            _connect(address, runtime_env, num_processes)
         if not address:  # in the session of a joined cluster other runs have files open, too
             add_folder(str(session_folder()))
         try:
@@ -131,21 +119,6 @@ def _connect(address: str | None, runtime_env: dict[str, dict[str, str]], num_pr
             logging_level=logging.WARNING,
         )
         logger.info("started Ray on this machine (%s)", ray.get_runtime_context().get_node_id()[:8])
-
-
-def _must_answer(address: str) -> None:
-    """Raises ValueError when nothing accepts connections at HOST:PORT; other addresses are Ray's to judge."""
-    host, _, port = address.rpartition(":")
-    if "://" in address or not host or not port.isdigit():
-        return
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWERS_WITHIN_S).close()
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise ValueError(
-            f"RAY_ADDRESS={address}: no Ray cluster answers there ({reason}); start one with "
-            f"`ray start --head --port={port}`, or unset RAY_ADDRESS to run on this machine"
-        ) from error
 
 
 async def wait_names_free() -> None:

@@ -5,7 +5,6 @@ Results are plain lines in a pipe and tables on a terminal.
 
 from __future__ import annotations
 
-import difflib
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,8 @@ from importlib import import_module
 from typing import Any
 
 import click
+
+from roll_async.config.yaml.suggest import closest
 
 EXIT_FINISHED, EXIT_USAGE, EXIT_ROLE_FAILED, EXIT_STALLED, EXIT_INTERRUPTED = 0, 2, 3, 4, 130
 EXIT_CODES = "Exit codes: 0 finished, 2 bad usage or config, 3 a role failed, 4 stalled, 130 interrupted (state saved)."
@@ -49,8 +50,8 @@ class Commands(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Resolve a command; for an unknown name the error suggests the nearest one."""
         if args and args[0] not in self._modules:
-            near = difflib.get_close_matches(args[0], self._modules, n=1, cutoff=0.5)
-            hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(self._modules)}"
+            near = closest(args[0], list(self._modules))
+            hint = f"did you mean '{near}'?" if near else f"there are {', '.join(self._modules)}"
             raise click.UsageError(f"unknown command '{args[0]}'; {hint}", ctx)
         return super().resolve_command(ctx, args)
 
@@ -85,6 +86,12 @@ def execute(command: click.Command, args: Sequence[str], name: str) -> int:
     except click.Abort:
         return EXIT_INTERRUPTED
     return result if isinstance(result, int) else EXIT_FINISHED
+
+
+def bad_usage(name: str, error: Exception) -> int:
+    """One line of a command that cannot do what it is asked for."""
+    print(f"roll-async {name}: {error}", file=sys.stderr)
+    return EXIT_USAGE
 
 
 def print_pairs(rows: Sequence[tuple[str, str]]) -> None:

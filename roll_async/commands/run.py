@@ -6,10 +6,12 @@ import asyncio
 import logging
 import os
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +35,8 @@ from roll_async.config.secrets import is_secret, shown_text, with_secrets, witho
 from roll_async.launch.run_start import checkpoints_of, go_back, how_to_continue, lock_run, open_run, restored_step
 from roll_async.launch.signals import EndedAtOnce, outlive_state_requests, run_to_end
 from roll_async.observe.disk import Unwritable
+from roll_async.observe.progress import tell_start
+from roll_async.observe.trace import DRIVER, StartTimeline, followed, starting
 
 if TYPE_CHECKING:
     from roll_async.cluster.runtime import RuntimeInfo
@@ -127,9 +131,11 @@ def opened(
     """
     from roll_async.cluster.folders import absolute_paths
 
+    held.enter_context(StartTimeline().current(tell_start))
     # Before all that takes time: a second start beside a running one ends at once, and touches nothing.
     lock_run(load(path, overrides, pipeline), held)
-    config = absolute_paths(_admitted(path, overrides, pipeline), Path.cwd())
+    with starting(DRIVER, "checks"):
+        config = absolute_paths(_admitted(path, overrides, pipeline), Path.cwd())
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     outlive_state_requests()  # before the record tells anybody the process to ask
     config, folder, notices = open_run(config)
@@ -264,9 +270,10 @@ def ended(name: str, work: Callable[[], int]) -> int:
 
 
 def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, hooks: UserHooks) -> RunEnd:
-    from roll_async.cluster.role_log import role_environment
-    from roll_async.cluster.runtime import ray_runtime
-    from roll_async.launch.roles import processes_of
+    with starting(DRIVER, "ray_import"):
+        from roll_async.cluster.placement import processes_of
+        from roll_async.cluster.role_log import role_environment
+        from roll_async.cluster.runtime import ray_runtime
 
     processes = processes_of(config)
     folder.keep_trace()
@@ -286,6 +293,9 @@ def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, hooks: UserHo
         flush=True,
     )
     env = role_environment(folder.role_logs())
+    recorder.screen.starting(recorder.start)
+    # torch is most of these imports, and Ray waits for its own processes meanwhile.
+    threading.Thread(target=import_module, args=("roll_async.launch.restarts",), name="imports", daemon=True).start()
     try:
         with ray_runtime(num_processes=len(processes) + 2, env=env) as runtime:
             end = run_to_end(lambda: _train(config, runtime, (recorder, folder), hooks))
@@ -301,7 +311,7 @@ def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, hooks: UserHo
 def _recorder(config: RLVRConfig | AgenticConfig, folder: RunFolder) -> Recorder:
     """Everything that observes the run. Raises ValueError for a tracker that cannot be opened."""
     from roll_async.observe.machine import gpus_of_machine
-    from roll_async.observe.progress import ProgressLine
+    from roll_async.observe.progress import Screen
     from roll_async.observe.prometheus import PrometheusTracker
     from roll_async.observe.recorder import Recorder
     from roll_async.observe.trace import Trace
@@ -323,12 +333,14 @@ def _recorder(config: RLVRConfig | AgenticConfig, folder: RunFolder) -> Recorder
     return Recorder(
         folder,
         trackers,
-        ProgressLine(config.max_steps),
+        Screen(config.max_steps),
         logging_steps=config.logging_steps,
+        samples_every=tracking.samples_every,
         trace=Trace(folder.path / "trace.json") if tracking.trace else None,
         gpus=gpus_of_machine(),
         create={name: partial(create, name) for name in tracking.track_with},
         alarms=tracking.alarms,
+        start=followed(),
     )
 
 
@@ -339,8 +351,9 @@ async def _train(
     hooks: UserHooks,
 ) -> RunEnd:
     """Start the roles, run the loop, export the model. When a role dies, all roles are started again."""
-    from roll_async.launch.restarts import can_restart, restart_from_newest, started_roles
-    from roll_async.rollout.filters.filter_budget import GeneratedTooMany
+    with starting(DRIVER, "imports"):
+        from roll_async.launch.restarts import can_restart, restart_from_newest, started_roles
+        from roll_async.rollout.filters.filter_budget import GeneratedTooMany
 
     recorder, folder = observers
     while True:
@@ -355,6 +368,8 @@ async def _train(
             if not can_restart(config, recorder.restarts, error):
                 raise
             config = restart_from_newest(config, recorder, folder, error)
+            recorder.start.begin()
+            recorder.screen.starting(recorder.start)
 
 
 def _report(config: RLVRConfig | AgenticConfig, folder: RunFolder, end: RunEnd) -> None:
@@ -369,8 +384,29 @@ def _report(config: RLVRConfig | AgenticConfig, folder: RunFolder, end: RunEnd) 
             ("checkpoints", config.checkpoint.output_dir),
             ("picture", str(folder.path / "reward.png")),
         ]
-        print(f"\n{end.value}\n{report.summary(metrics, rows)}", flush=True)
+        _say(f"\n{end.value}\n{report.summary(metrics, rows)}")
     if end is RunEnd.INTERRUPTED:
         _interrupted(config, folder)
-    else:
-        _ended(folder, "finished")
+        return
+    _ended(folder, "finished")
+    if isinstance(config, RLVRConfig):
+        _advise(config, metrics)
+
+
+def _say(text: str) -> None:
+    """On the screen and in run.log."""
+    print(text, flush=True)
+    logger.info(text)
+
+
+def _advise(config: RLVRConfig, metrics: Sequence[Mapping[str, float]]) -> None:
+    """The last line: what to change for how much. The run has ended well, whatever becomes of it."""
+    from roll_async.simulator.advice import advice
+
+    try:
+        line = advice(config, metrics)
+    except (Exception, KeyboardInterrupt):  # of a run that is over and saved: no fault of its advice is one of the run
+        logger.info("no advice:", exc_info=True)
+        return
+    if line is not None:
+        _say(f"  advice: {line}")

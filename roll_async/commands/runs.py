@@ -9,7 +9,7 @@ import click
 
 from roll_async.commands.command_line import EXIT_FINISHED, EXIT_USAGE, HELP, print_table
 from roll_async.observe.run_folder import RunFolder
-from roll_async.observe.run_record import is_locked, read_record
+from roll_async.observe.run_record import read_record, state_of
 
 _COLUMNS = ("run", "id", "started", "steps", "reward", "state")
 
@@ -53,8 +53,5 @@ def _row(path: Path) -> tuple[str, ...]:
         return (path.name, "?", "-", steps, shown, str(error))
     if record is None:
         return (path.name, "-", "-", steps, shown, "-")
-    state = record.state if not record.reason else f"{record.state}: {record.reason}"
-    # The system releases the lock of a process that could not say how it ended.
-    if record.state == "running" and not is_locked(path):
-        state = "killed"
-    return (path.name, record.run_id, record.started, steps, shown, state)
+    state, reason = state_of(path, record)
+    return (path.name, record.run_id, record.started, steps, shown, f"{state}: {reason}" if reason else state)

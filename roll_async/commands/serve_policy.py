@@ -8,23 +8,26 @@ API, each turn of which is written when it is there.
 from __future__ import annotations
 
 import asyncio
+import errno
 import hmac
 import json
 import os
 import secrets
 import signal
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 import click
 from click.core import ParameterSource
 
-from roll_async.commands.command_line import EXIT_CODES, HELP
+from roll_async.commands.command_line import EXIT_CODES, HELP, Number
 from roll_async.config.processor import default_dtype
+from roll_async.inference.backends import ENGINES
 
 if TYPE_CHECKING:
     from roll_async.agents.processes.remote import RemoteOptions
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from roll_async.inference.settings import EngineSettings
 
 _TURNS = 1_000_000  # no limit, as a number
+_COUNT = click.IntRange(min=1)
 _OF_ENGINES = ("engine", "max_model_len", "dtype", "device", "template_kwargs")
 
 
@@ -67,13 +71,19 @@ class Arguments:
 
 @click.command(name="serve-policy", context_settings=HELP, epilog=EXIT_CODES)
 @click.argument("model")
-@click.option("--engine", default="hf_infer", show_default=True, help="hf_infer, vllm or sglang.")
+@click.option("--engine", default="hf_infer", show_default=True, type=click.Choice(sorted(ENGINES)))
 @click.option("--host", default="127.0.0.1", show_default=True, help="Others than loopback need --token-env.")
-@click.option("--port", default=8100, show_default=True, help="0 = a free one.")
+@click.option("--port", default=8100, show_default=True, type=click.IntRange(0, 65535), help="0 = a free one.")
 @click.option("--token-env", default=None, help="Environment variable with the token; without it one is made up.")
-@click.option("--max-model-len", default=4096, show_default=True, help="Tokens of a conversation.")
-@click.option("--max-new-tokens", default=512, show_default=True, help="Tokens of a turn.")
-@click.option("--temperature", default=1.0, show_default=True, help="Used when the request sets none; 0 = greedy.")
+@click.option("--max-model-len", default=4096, show_default=True, type=_COUNT, help="Tokens of a conversation.")
+@click.option("--max-new-tokens", default=512, show_default=True, type=_COUNT, help="Tokens of a turn.")
+@click.option(
+    "--temperature",
+    default=1.0,
+    show_default=True,
+    type=Number(min=0),
+    help="Used when the request sets none; 0 = greedy.",
+)
 @click.option(
     "--template-kwargs",
     default="{}",
@@ -105,6 +115,7 @@ def command(
       roll-async serve-policy qwen --remote https://host/v1 --remote-key-env HOST_KEY --record turns.jsonl
     """
     from roll_async.agents.gateway.server import is_loopback
+    from roll_async.commands.run import ended
 
     token = secrets.token_urlsafe(24)
     if token_env is not None:
@@ -120,7 +131,48 @@ def command(
     arguments = Arguments(token=token, remote=options, **given)  # type: ignore[arg-type]
     if options is None and arguments.max_new_tokens >= arguments.max_model_len:
         raise click.UsageError(f"--max-new-tokens {arguments.max_new_tokens} leaves no room for a prompt")
-    return asyncio.run(_serve(arguments, told_token=token_env is None))
+    try:
+        _require_free(arguments.host, arguments.port)
+        if options is None:
+            arguments = replace(arguments, model=_usable_model(arguments))
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    return ended("serve-policy", lambda: asyncio.run(_serve(arguments, told_token=token_env is None)))
+
+
+def _require_free(host: str, port: int) -> None:
+    """Raises ValueError where nothing can listen, which would else be known only when the engine has started."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server: what is closing is no obstacle
+            probe.bind((host, port))
+    except OSError as error:  # socket.gaierror is one
+        taken = error.errno == errno.EADDRINUSE
+        what = (
+            f"--port {port} is taken; choose another one, or 0 for a free one" if taken else f"--host {host}: {error}"
+        )
+        raise ValueError(what) from error
+
+
+def _usable_model(arguments: Arguments) -> str:
+    """The folder of the model, fetched from its hub where it is a name. Raises ValueError for a model, an engine or a
+    device that is not here.
+    """
+    from roll_async.launch.checks.inputs import missing_model, model_folder
+    from roll_async.launch.checks.packages import missing_engine
+
+    on_cpu = arguments.device == "cpu"
+    if problem := missing_model(arguments.model):
+        raise ValueError(problem)
+    if problem := missing_engine(arguments.engine, on_cpu=on_cpu):
+        raise ValueError(f"--engine {arguments.engine}: {problem}")
+    if not on_cpu:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ValueError("--device cuda: torch sees no CUDA device here; use --device cpu")
+    return model_folder("MODEL", arguments.model)
 
 
 def _remote_options(address: str, key_env: str | None, given: Mapping[str, object], chosen: set[str]) -> RemoteOptions:
@@ -175,7 +227,9 @@ async def _serve(arguments: Arguments, *, told_token: bool) -> int:
             try:
                 record = stack.enter_context(arguments.record.open("a"))
             except OSError as error:
-                raise click.UsageError(f"--record {arguments.record}: {error.strerror}") from error
+                raise ValueError(
+                    f"--record {arguments.record}: {error.strerror}; name a file that can be written"
+                ) from error
         if arguments.remote is None:
             kept = _Trajectories(arguments.token, await _engine(arguments, record, stack))
         else:
@@ -222,7 +276,7 @@ async def _engine(arguments: Arguments, record: TextIO | None, stack: AsyncExitS
     try:
         tokenizer = told(tokenizer, "native", None, arguments.template_kwargs)
     except ValueError as error:
-        raise click.UsageError(f"--{str(error).replace('_', '-', 1)}") from error
+        raise ValueError(f"--{str(error).replace('_', '-', 1)}") from error
     renderer = TemplateRenderer(tokenizer)
     if renderer.ends.difference:
         click.echo(f"end marks: the engine stops also at {renderer.ends.difference}", err=True)

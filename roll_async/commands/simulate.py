@@ -255,4 +255,5 @@ def _write_trace(outcome: SimOutcome, path: Path) -> None:
     for metrics in outcome.steps:
         now = metrics["time_s"]
         trace.span("steps", f"step {metrics['step']:.0f}", now - metrics["time/step_s"], now, **metrics)
+        trace.counters(now, {key: metrics[key] for key in ("groups/buffered", "groups/in_flight", "staleness/mean")})
     trace.write()

@@ -150,8 +150,16 @@ class TrackingConfig:
     """Largest value of a metric by its key, as fully_async/stale_samples_ratio: a step above it is a warning on the
     console and in the log.
     """
+    samples_per_step: int = bounded(4, ">= 0")
+    """Groups of each step whose samples are kept in samples/ of the run's folder: the best, the worst, others between
+    them. 0 = none.
+    """
+    samples_every: int = bounded(10, ">= 0")
+    """Steps between two panels with a prompt, its best and its worst answer, on the screen and to the trackers; the
+    first step of a start has one, too. 0 = none.
+    """
     rollout_dump_dir: str | None = None
-    """Folder for the trained samples as JSONL; null = none."""
+    """Folder for all trained samples as JSONL; null = none."""
 
     def kwargs_of(self, tracker: str) -> dict[str, object]:
         """What one tracker is handed: the keys for all, then those under its own name, which win."""

@@ -105,6 +105,10 @@ class Engine(ABC, Generic[T]):
         """The version it serves; None before the first update of an engine that started without weights."""
         return self._version
 
+    def import_library(self) -> None:
+        """What `start` would import: it takes longer than to load a small model, and a start tells of both."""
+        import transformers  # noqa: F401  # all of them read the model's configuration with it
+
     @abstractmethod
     async def start(self) -> None:
         """Load the model. Raises ValueError for settings a user can fix, RuntimeError when the library fails."""

@@ -52,7 +52,7 @@ async def started_roles(
                 pipeline = await starting
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
-        observers[0].begin()
+        observers[0].begin(lambda: pipeline.trainer.state.value)
         try:
             with stop_on_signals(pipeline, config.checkpoint.output_dir):
                 yield pipeline

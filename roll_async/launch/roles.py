@@ -8,66 +8,30 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
 from roll_async.cluster.folders import SharedFolders, shared_folders
 from roll_async.cluster.node_pool import NodePool
-from roll_async.cluster.placement import ProcessPlacement, devices_of, place, threads_per_process
+from roll_async.cluster.placement import devices_of, place_roles, processes_of, training_roles
 from roll_async.cluster.roles.engine_group import replica_name
 from roll_async.cluster.roles.rollout_process import RolloutProcess
 from roll_async.cluster.roles.trainer_group import RayTrainerGroup
 from roll_async.cluster.roles.training_role import TrainingRole
-from roll_async.cluster.runtime import RuntimeInfo, pretended_gpus
+from roll_async.cluster.runtime import RuntimeInfo
 from roll_async.config.schema import (
     PipelineConfig,
     WorkerConfig,
-    reference_is_actor,
     roles_on_engine_devices,
 )
 from roll_async.launch.engines import ReplicaStarter
 from roll_async.launch.rollout import StartedRollout, groups_on, start_engines, start_rollout, start_scorers
+from roll_async.observe.trace import DRIVER, starting
 from roll_async.pipelines.colocation import DeviceMemory, PhaseSwitcher
 from roll_async.rollout.dispatch.engine_pool import EnginePool
 from roll_async.rollout.groups import GroupRunner
 from roll_async.weight_sync.protocol import DevicePhase
 
 logger = logging.getLogger(__name__)
-
-
-def training_roles(config: PipelineConfig) -> dict[str, WorkerConfig]:
-    """Roles with Megatron ranks of their own."""
-    roles = {name: worker for name, worker in config.roles() if name != "actor_infer"}
-    if reference_is_actor(config):
-        roles.pop("reference")
-    return roles
-
-
-def place_roles(config: PipelineConfig) -> dict[str, tuple[ProcessPlacement, ...]]:
-    """Device mappings to the processes of each role: of actor_train, reference, critic, teacher as configured, and last
-    the engines, actor_infer. Raises ValueError for a mapping that spans nodes where it cannot.
-    """
-    roles = training_roles(config)
-    cpu = sum(w.num_ranks for w in roles.values() if w.device_mapping is None)
-    cpu += config.num_servers if config.actor_infer.device_mapping is None else 0
-    threads = threads_per_process(cpu)  # of processes on CPU; those with a GPU have theirs from the granted node
-
-    def put(worker: WorkerConfig, count: int) -> tuple[ProcessPlacement, ...]:
-        return place(
-            worker.device_mapping,
-            num_processes=count,
-            num_gpus_per_node=config.num_gpus_per_node,
-            num_threads=threads,
-            pretended=pretended_gpus() > 0,
-        )
-
-    training = {name: put(w, w.num_ranks) for name, w in roles.items()}
-    return {**training, "actor_infer": put(config.actor_infer, config.num_servers)}
-
-
-def processes_of(config: PipelineConfig) -> list[ProcessPlacement]:
-    """The processes of all roles."""
-    return list(chain.from_iterable(place_roles(config).values()))
 
 
 async def start_without_training(config: PipelineConfig, stack: AsyncExitStack) -> tuple[GroupRunner, EnginePool]:
@@ -116,7 +80,8 @@ class RoleStarter:
 
         Raises ValueError for what the user can fix, RoleFailed for what a role reports.
         """
-        await self._pool.reserve(self._config.fault.stall_timeout)
+        with starting(DRIVER, "placement"):
+            await self._pool.reserve(self._config.fault.stall_timeout)
         self._stack.callback(self._pool.release)  # first, so the last to close: processes end before their nodes go
         with shared_folders(_written(self._config)) as folders:
             if sharing := [name for name in roles_on_engine_devices(self._config) if name in self._placements]:
@@ -129,10 +94,10 @@ class RoleStarter:
             workers = training_roles(self._config).items()
             training = asyncio.gather(*(self._start_training(name, worker, folders) for name, worker in workers))
             if rollout_log_files is None:
-                starting = start_rollout(self._config, self._placements["actor_infer"], self._pool, self._stack)
+                rollout_side = start_rollout(self._config, self._placements["actor_infer"], self._pool, self._stack)
             else:
-                starting = self._start_process(rollout_log_files)
-            groups, rollout = await asyncio.gather(training, starting)
+                rollout_side = self._start_process(rollout_log_files)
+            groups, rollout = await asyncio.gather(training, rollout_side)
         return {g.name: g for g in groups}, rollout
 
     async def _start_colocated(self, sharing: Sequence[str], folders: SharedFolders) -> StartedRoles:

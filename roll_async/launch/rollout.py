@@ -20,15 +20,15 @@ from roll_async.agents.worlds import AgentParts, WorldRunner
 from roll_async.buffer.ledger import Ledger, MemoryLedger, SqliteLedger, move_to_previous
 from roll_async.buffer.states import QueueOptions
 from roll_async.cluster.node_pool import NodePool
-from roll_async.cluster.placement import ProcessPlacement
+from roll_async.cluster.placement import ProcessPlacement, pretended_gpus
 from roll_async.cluster.roles.engine_group import RayEngineClient
 from roll_async.cluster.roles.reward_group import HostPlan, RayScorer
 from roll_async.cluster.roles.trainer_group import RayTrainerGroup
-from roll_async.cluster.runtime import pretended_gpus
 from roll_async.config.schema import AgenticConfig, DataArguments, PipelineConfig, RLVRConfig
 from roll_async.launch.agents import agent_parts, group_options, training_tasks, validation_tasks
 from roll_async.launch.engines import ReplicaStarter
 from roll_async.launch.scaling import follow_requests
+from roll_async.observe.trace import starting
 from roll_async.pipelines.colocation import PhaseSwitcher
 from roll_async.pipelines.validation import held_out_sets
 from roll_async.pipelines.wire import Engines, RolloutParts, RolloutSide, UserHooks, build_engines, build_rollout
@@ -52,6 +52,7 @@ from roll_async.weight_sync.transport.transports import ONE_HOST, choose_transpo
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+C = TypeVar("C", bound=PipelineConfig)
 
 Scorers = RayScorer | AgentParts
 """What scores answers: the host of the rewards, or the worlds that agents act in."""
@@ -125,7 +126,7 @@ async def start_rollout(
     closes. Raises ValueError for what the user can fix, RoleFailed for what a role reports.
     """
     starter = ReplicaStarter(config, engines, pool, stack)
-    beside = asyncio.gather(asyncio.to_thread(prompts_of, config), start_scorers(config, stack))
+    beside = asyncio.gather(_told("read", prompts_of, config), start_scorers(config, stack))
     found, training, validators = await start_engines(config, starter, beside, stack)
     (prompts, prompt_pool, held_out), scorers = found
     return StartedRollout(
@@ -146,7 +147,7 @@ async def start_engines(
     """(what `beside` gives, which is started at the same time; the replicas; those that run validations alone, if
     any).
     """
-    found, clients, end_ids = await asyncio.gather(beside, starter.start_all(), asyncio.to_thread(end_ids_of, config))
+    found, clients, end_ids = await asyncio.gather(beside, starter.start_all(), _told("tokenizer", end_ids_of, config))
 
     async def connected(replicas: Sequence[RayEngineClient]) -> Engines:
         engines = build_engines(
@@ -162,6 +163,12 @@ async def start_engines(
     first_own = len(clients) - config.num_validation_replicas
     training, own = clients[:first_own], clients[first_own:]
     return found, await connected(training), await connected(own) if own else None
+
+
+async def _told(phase: str, work: Callable[[C], T], config: C) -> T:
+    """In a thread, as a phase of the start."""
+    with starting("prompts", phase):
+        return await asyncio.to_thread(work, config)
 
 
 def end_ids_of(config: PipelineConfig) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from roll_async.buffer.errors import after_start
 from roll_async.config.schema import AgenticConfig, PipelineConfig
 from roll_async.launch.agents import held_out_tasks
 from roll_async.launch.roles import loading_weights, start_without_training
-from roll_async.observe.sample_dump import SampleDump
+from roll_async.observe.sample_dump import EVERY_GROUP, SampleDump
 from roll_async.pipelines.metrics import ratio_metrics, sample_rows
 from roll_async.pipelines.validation import validation_metrics
 from roll_async.prompts.tokenizer import load_tokenizer
@@ -48,7 +48,7 @@ async def rolled_batches(
     """
     groups, _ = await start_without_training(config, stack)
     folder = Path(config.output_dir) / config.exp_name / SAMPLES
-    dump = SampleDump(folder, load_tokenizer(config.pretrain).batch_decode)
+    dump = SampleDump({folder: EVERY_GROUP}, load_tokenizer(config.pretrain).batch_decode)
     stack.callback(dump.close)
     tasks = held_out_tasks(config)
     group_size = config.val_env_manager.group_size
@@ -58,7 +58,7 @@ async def rolled_batches(
         places = range(batch * size, (batch + 1) * size)
         with after_start():
             kept = await rolled(groups, tasks, places)
-        dump.write(batch + 1, sample_rows(kept))
+        dump.write(batch + 1, lambda _, kept=kept: sample_rows(kept))
         dump.flush()
         answered = [(group.prompt, rows) for group in kept for rows in group.trajectories]
         # All that were asked: what a failed group lacks counts as unscored.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
 
 from roll_async.cluster.roles.trainer_group import BasePolicy, RayTrainerGroup
 from roll_async.cluster.runtime import RuntimeInfo
@@ -12,7 +14,8 @@ from roll_async.launch.roles import RoleStarter, StartedRoles
 from roll_async.launch.run_start import checkpoints_of
 from roll_async.observe.recorder import Recorder
 from roll_async.observe.run_folder import RunFolder
-from roll_async.observe.sample_dump import SampleDump
+from roll_async.observe.sample_dump import EVERY_GROUP, SAMPLES, SampleDump
+from roll_async.observe.trace import DRIVER, starting
 from roll_async.pipelines.checkpoint import LoopCheckpoint, restore_loop
 from roll_async.pipelines.metrics import sample_rows
 from roll_async.pipelines.protocol import PipelineParts, RunPlan
@@ -62,12 +65,13 @@ async def build_run(
     writes is complete when the stack closes.
     """
     (training, rollout), (recorder, folder) = started, observers
-    actor, samples = training["actor_train"], _sample_dump(config, stack)
+    actor, samples = training["actor_train"], _sample_dump(config, stack, observers)
     learner = Learner(learner_parts(config, training), LearnerOptions.of(config))
     checkpoints = checkpoints_of(config, folder.record)
     saved = {name: training[name] for name in ("actor_train", "critic") if name in training}
     # Before the rollout side is built, which begins at the position that comes out of it.
-    restored, position = await restore_loop(config, saved, learner, checkpoints)
+    with starting(DRIVER, "restore"):
+        restored, position = await restore_loop(config, saved, learner, checkpoints)
     assert folder.last_step <= restored, f"the folder has metrics of later steps than {restored}"
     run_id = "" if folder.record is None else folder.record.run_id
     side = await rollout.build(config, actor, hooks.of_rollout, run_id, restored, position)
@@ -80,7 +84,7 @@ async def build_run(
         synchronizer=side.synchronizer,
         checkpoint=checkpoint,
         observer=recorder,
-        dump=None if samples is None else lambda step, *rows: samples.write(step, sample_rows(*rows)),
+        dump=None if samples is None else lambda step, *trained: samples.write(step, partial(sample_rows, *trained)),
         validate=side.validate,
         devices=OWN_DEVICES if rollout.devices is None else rollout.devices,
         export=actor.export_hf,
@@ -90,9 +94,15 @@ async def build_run(
     return build_pipeline(parts, RunPlan.of(config, first_step=restored + 1, measures_restored=lost_result), hooks)
 
 
-def _sample_dump(config: PipelineConfig, stack: AsyncExitStack) -> SampleDump | None:
-    if config.tracking.rollout_dump_dir is None:
+def _sample_dump(
+    config: PipelineConfig, stack: AsyncExitStack, observers: tuple[Recorder, RunFolder]
+) -> SampleDump | None:
+    tracking, (recorder, run) = config.tracking, observers
+    folders = {run.path / SAMPLES: tracking.samples_per_step} if tracking.samples_per_step else {}
+    if tracking.rollout_dump_dir is not None:  # may be that folder
+        folders[Path(tracking.rollout_dump_dir)] = EVERY_GROUP
+    if not folders:
         return None
-    samples = SampleDump(config.tracking.rollout_dump_dir, load_tokenizer(config.pretrain).batch_decode)
+    samples = SampleDump(folders, load_tokenizer(config.pretrain).batch_decode, show=recorder.samples)
     stack.callback(samples.close)
     return samples

@@ -30,6 +30,7 @@ from roll_async.config.schema import PipelineConfig
 from roll_async.config.secrets import shown_override
 from roll_async.observe.run_folder import RunFolder
 from roll_async.observe.run_record import FolderLock, RunRecord, next_abandoned, read_record, unused, write_record
+from roll_async.observe.sample_dump import SAMPLES
 
 logger = logging.getLogger(__name__)
 C = TypeVar("C", bound=PipelineConfig)
@@ -101,14 +102,16 @@ def go_back(config: PipelineConfig, folder: RunFolder, step: int) -> bool:
     checkpoints = checkpoints_of(config, folder.record)
     later = left_behind(checkpoints.saved(), checkpoints.run_id, step)
     dumps = [file for file in _dumps(config) if int(file.stem.removeprefix("step_")) > step]
+    kept = folder.path / SAMPLES
     if not later and not dumps and folder.last_step <= step:
         return False
     into = next_abandoned(folder.path, f"_after_step_{step}")
     inside = folder.path.resolve() in checkpoints.folder.resolve().parents
     checkpoints.set_aside(later, into / "checkpoints" if inside else None)
     for file in dumps:
-        (into / "dumps").mkdir(parents=True, exist_ok=True)
-        shutil.move(file, into / "dumps" / file.name)  # not rename: dumps may be on another disk than the run
+        aside = into / (SAMPLES if file.parent == kept else "dumps")
+        aside.mkdir(parents=True, exist_ok=True)
+        shutil.move(file, aside / file.name)  # not rename: dumps may be on another disk than the run
     ledger = Path(config.ledger.path)
     for suffix in _LEDGER_FILES if later else ():
         if (part := Path(f"{ledger}{suffix}")).is_file():
@@ -191,8 +194,9 @@ def _followed(source: Path | None, folder: Path, moved: Path | None) -> Path | N
 
 
 def _dumps(config: PipelineConfig) -> Iterator[Path]:
-    dumped = config.tracking.rollout_dump_dir
-    return iter(()) if dumped is None else Path(dumped).glob("step_*.jsonl")
+    dumped, kept = config.tracking.rollout_dump_dir, _folder(config) / SAMPLES
+    folders = {kept} if dumped is None else {kept, Path(dumped)}  # they may be one
+    return (file for folder in sorted(folders) for file in sorted(folder.glob("step_*.jsonl")))
 
 
 def _typed() -> tuple[str, ...]:

@@ -126,6 +126,15 @@ class Gpus:
             self._thread.join()
 
 
+def gpus_here(devices: Path = Path("/dev")) -> int | None:
+    """NVIDIA devices that this process may use; None: only Ray can count what is here (AMD's, those of WSL)."""
+    if (devices / "kfd").exists() or (devices / "dxg").exists():
+        return None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    there = sum(entry.name.removeprefix("nvidia").isdigit() for entry in devices.glob("nvidia[0-9]*"))
+    return there if visible is None else min(there, len([x for x in visible.split(",") if x.strip()]))
+
+
 def gpus_of_machine() -> Gpus | None:
     """Those of this machine, asked from now on; None without GPUs or without the library."""
     try:

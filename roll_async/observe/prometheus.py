@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
+
+from roll_async.observe.sample_dump import Row
 
 _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_]")
 
@@ -60,6 +62,9 @@ class PrometheusTracker:
         self._newest |= metrics  # a validation between two logged steps is told without the rest
         # Replaced as a whole: the thread reads it without a lock.
         self._text = exposition(self._newest, run=self._run).encode()
+
+    def samples(self, step: int, picked: Sequence[Row]) -> None:
+        pass  # it has numbers alone
 
     def close(self) -> None:
         self._server.shutdown()

@@ -1,18 +1,21 @@
-"""All outputs of a run (metrics, trackers, progress line, log, trace) behind one object."""
+"""All outputs of a run (metrics, trackers, screen, log, trace) behind one object."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 from roll_async.observe.disk import Unwritable
 from roll_async.observe.machine import Gpus, peak_bytes_of_self
 from roll_async.observe.outside import OutsideError, border
-from roll_async.observe.progress import ProgressLine
+from roll_async.observe.progress import Screen, best_and_worst, facts, readable
 from roll_async.observe.run_folder import RunFolder
-from roll_async.observe.trace import Trace
+from roll_async.observe.sample_dump import Row
+from roll_async.observe.trace import StartTimeline, Trace
 from roll_async.observe.trackers import Tracker
 
 logger = logging.getLogger(__name__)
@@ -25,10 +28,15 @@ REQUIRED_KEYS = (
     "correction/rho_max", "time/step_s", "time/wait_batch_s", "time/train_s", "time/logprobs_s", "time/weight_sync_s",
     "time/pause_s", "throughput/samples_per_s", "throughput/tokens_per_s", "idle/trainer", "idle/engines",
 )  # fmt: skip
+_COUNTERS = ("groups/buffered", "groups/in_flight", "staleness/mean", "staleness/max")
+"""Drawn over time in the trace."""
+
+_FLAT_STEPS = 3
+"""Steps from the start whose answers all have one score before that is worth a warning."""
 
 
 class Recorder:
-    """`pipelines/protocol.py: RunObserver`: metrics.jsonl, trackers, the live line, the log.
+    """`pipelines/protocol.py: RunObserver`: metrics.jsonl, trackers, the screen, the log.
 
     A tracker is a service of others: what it raises while a run goes on is one warning, and it gets no more of this
     branch of the run. metrics.jsonl has everything.
@@ -38,23 +46,31 @@ class Recorder:
         self,
         folder: RunFolder,
         trackers: list[Tracker],
-        progress: ProgressLine,
+        screen: Screen,
         *,
         logging_steps: int,
+        samples_every: int = 0,
         trace: Trace | None = None,
         gpus: Gpus | None = None,
         create: Mapping[str, Callable[[], Tracker]] | None = None,
         alarms: Mapping[str, float] | None = None,
+        start: StartTimeline | None = None,
     ) -> None:
         """`trackers`: those that last as long as the process. `create`: by name, makes a tracker of the branch that the
         folder names; raises ValueError if it cannot. `gpus`: of the machine of the driver. `alarms`: the largest value
-        of a metric that is no alarm, by key.
+        of a metric that is no alarm, by key. `samples_every`: steps between two panels of samples, 0 = none. `start`:
+        of the roles; its metrics are those of the first step after it.
         """
+        self.start = StartTimeline() if start is None else start
         self._alarms, self._raised, self._missed = dict(alarms or {}), set[str](), set[str]()
-        self._folder, self._progress, self._create = folder, progress, dict(create or {})
+        self._folder, self.screen, self._create = folder, screen, dict(create or {})
         self._lasting, self._of_branch, self._failed = list(trackers), list[Tracker](), list[Tracker]()
         self._trace, self._gpus = trace, gpus
-        self._logging_steps = logging_steps
+        self._logging_steps, self._samples_every = logging_steps, samples_every
+        self._picked: deque[tuple[int, Sequence[Row]]] = deque()
+        """Samples that trackers have not been told yet: by step, the best and the worst answer to a prompt."""
+        self._has_samples = False
+        self._flat = _FlatReward()
         self._started = time.monotonic()
         self._begun = False
         self.on_step: Callable[[int, Mapping[str, float]], object] | None = None
@@ -67,8 +83,11 @@ class Recorder:
                 self._of_branch.append(create_one())
             undo.pop_all()  # all are made: nothing is to be undone
 
-    def begin(self) -> None:
-        """Start the clock of `time_s` when all roles have started. Restarts do not reset it."""
+    def begin(self, state: Callable[[], str] = str) -> None:
+        """Start the clock of `time_s` when all roles have started. Restarts do not reset it. `state`: what the trainer
+        does now, in a word.
+        """
+        self.screen.begin(state)
         if not self._begun:
             self._begun, self._started = True, time.monotonic()
 
@@ -77,24 +96,55 @@ class Recorder:
         missing = [key for key in REQUIRED_KEYS if key not in metrics]
         assert not missing, f"metrics of step {step} lack {missing}"
         full = {"step": step, "time_s": time.monotonic() - self._started, "run/restarts": self.restarts, **metrics}
+        full |= self._start_metrics()
         full["memory/driver_peak_bytes"] = float(peak_bytes_of_self())
         if self._gpus is not None:
             full |= self._gpus.metrics()
         self._folder.append_metrics(full)
+        if self._trace is not None:
+            self._trace.counters(time.monotonic(), {key: full[key] for key in _COUNTERS})  # the clock of event loops
+            self._trace.flush()
         logged = self._logged(full)
+        self._tell_samples()
         if logged:
             for tracker in [*self._of_branch, *self._lasting]:
-                self._tell(tracker, step, logged)
-        self._progress.show(full)
+                self._tell(tracker, step, partial(tracker.log, step, logged))
+        self.screen.show(full)
         self._alarm(step, full)
+        self._flat.look(full)
         if self.on_step is not None:
             self.on_step(step, full)
 
-    def _tell(self, tracker: Tracker, step: int, metrics: Mapping[str, float]) -> bool:
+    def _start_metrics(self) -> dict[str, float]:
+        """Of a start that no step has told of; its phases become spans."""
+        phases = self.start.take()
+        for role, phase, began_s, ended_s in phases:
+            self.span("start", f"{role} {phase}", began_s, ended_s)
+        return self.start.metrics(phases)
+
+    def samples(self, step: int, rows: Sequence[Row]) -> None:
+        """Rows that a step trained, with their texts. Called by the thread that decodes them: the screen shows them at
+        once, trackers are told by the next call of the run's own thread.
+        """
+        self._flat.rows = rows
+        if self._samples_every and (step % self._samples_every == 0 or not self._has_samples):
+            self._has_samples = True
+            picked = best_and_worst(rows)
+            self.screen.samples(step, picked)
+            if picked:
+                self._picked.append((step, picked))
+
+    def _tell_samples(self) -> None:
+        while self._picked:
+            step, picked = self._picked.popleft()
+            for tracker in [*self._of_branch, *self._lasting]:
+                self._tell(tracker, step, partial(tracker.samples, step, picked))
+
+    def _tell(self, tracker: Tracker, step: int, told: Callable[[], None]) -> bool:
         """Whether the tracker took it. One that raises is told nothing more."""
         try:
             with border(Unwritable):
-                tracker.log(step, metrics)
+                told()
         except OutsideError as error:
             logger.warning(
                 "tracker %s failed at step %d and is left out; metrics.jsonl has all steps: %s",
@@ -146,14 +196,17 @@ class Recorder:
         """Tell the new trackers of the steps that the folder keeps."""
         for tracker in [t for t in self._of_branch if t.keeps_history]:
             records = ((int(record["step"]), self._logged(record)) for record in self._folder.read_metrics())
-            all(self._tell(tracker, step, logged) for step, logged in records if logged)  # until one fails
+            # Until one fails.
+            all(self._tell(tracker, step, partial(tracker.log, step, logged)) for step, logged in records if logged)
 
     def _logged(self, record: Mapping[str, float]) -> Mapping[str, float]:
         return record if record["step"] % self._logging_steps == 0 else _validation_of(record)
 
     def event(self, name: str, **fields: float | str) -> None:
-        """A line in the log."""
+        """A line in the log; of a validation that is in no record of a step also one on the screen."""
         logger.info("%s %s", name, " ".join(f"{key}={value}" for key, value in fields.items()))
+        if name == "validation":
+            self.screen.validation({key: value for key, value in fields.items() if not isinstance(value, str)})
 
     def span(self, track: str, name: str, start_s: float, end_s: float, **args: float | str) -> None:
         """Add a span to the trace."""
@@ -162,13 +215,14 @@ class Recorder:
 
     def close(self) -> None:
         """Flush all sinks."""
-        self._progress.end()
+        self.screen.end()
         if self._gpus is not None:
             self._gpus.close()
         with ExitStack() as stack:  # whatever the others raise
             stack.callback(self._close_branch)
             for tracker in self._lasting:
                 stack.callback(self._close, tracker)
+            self._tell_samples()
             if self._trace is not None:
                 self._trace.write()
 
@@ -187,3 +241,39 @@ def _validation_of(record: Mapping[str, float]) -> dict[str, float]:
     if "validation/lag" not in record:  # validation/skipped alone, which every record may have, is no result
         return {}
     return {key: value for key, value in record.items() if key.startswith("validation/")}
+
+
+class _FlatReward:
+    """Explains once, with three answers, that no answer of the first steps scored otherwise than the others."""
+
+    def __init__(self) -> None:
+        self.rows: Sequence[Row] = ()
+        """Of the newest step whose texts are known; set by the thread that decodes them."""
+        self._scores: set[float] = set()
+        self._num_steps = 0
+
+    def look(self, metrics: Mapping[str, float]) -> None:
+        """At the record of a step. A run that goes on after a step of an earlier process is past its start."""
+        if self._num_steps >= _FLAT_STEPS or "reward/min" not in metrics:
+            return
+        self._num_steps += 1
+        self._scores |= {metrics["reward/min"], metrics["reward/max"]}
+        if metrics["step"] != self._num_steps or len(self._scores) > 1:
+            self._num_steps = _FLAT_STEPS
+        elif self._num_steps == _FLAT_STEPS:
+            self._warn(self._scores.pop(), metrics)
+
+    def _warn(self, score: float, metrics: Mapping[str, float]) -> None:
+        num = metrics["throughput/samples_per_s"] * metrics["time/step_s"]
+        cut = metrics["response/truncated"]
+        # Of different prompts, where there are any.
+        shown = list({row["group_id"]: row for row in self.rows if row["score"] is not None}.values())[:3]
+        lines = [f"the reward is flat: all {num:.0f} answers of each of the first {_FLAT_STEPS} steps scored {score:g}"]
+        for row in shown:
+            expected = f"; expected {readable(row['ground_truth'], longest=60)}" if row["ground_truth"] else ""
+            lines.append(f'"{readable(row["response"], longest=200)}" ({facts(row)}{expected})')
+        lines.append(
+            "usual causes: the reward looks for another form of answer than the model writes (format, extraction); "
+            f"answers are cut before they end (here {cut:.0%}: response_length); prompts are all too hard or too easy"
+        )
+        logger.warning("\n  ".join(lines))

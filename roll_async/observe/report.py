@@ -59,12 +59,44 @@ def summary(metrics: Sequence[Metrics], rows: Sequence[tuple[str, str]]) -> str:
         ("tokens/s", f"{mean(metrics, 'throughput/tokens_per_s'):.0f}"),
         ("staleness mean / max", f"{mean(metrics, 'staleness/mean'):.2f} / {oldest:.0f}"),
         ("trainer waited for batches", f"{mean(metrics, 'idle/trainer'):.0%} of the time"),
+        ("of a step", _waits(metrics)),
+        ("engines without a request", f"{mean(metrics, 'idle/engines'):.0%} of the time"),
         ("groups trained / filtered / dropped / failed", " / ".join(
             f"{metrics[-1][f'groups/{k}']:.0f}" for k in ("trained", "filtered", "dropped", "failed"))),
+        *[("start", _start(m)) for m in metrics if "start/total_s" in m][-1:],
         *rows,
     ]  # fmt: skip
     width = max(len(name) for name, _ in table)
     return "\n".join(f"  {name.ljust(width)}  {value}" for name, value in table)
+
+
+_CAUSES = {
+    "idle/trainer_rollouts": "answers", "idle/trainer_rewards": "scores", "idle/trainer_roles": "reference or teacher",
+    "idle/trainer_collation": "tensors", "idle/trainer_weights": "pushes", "idle/trainer_validation": "validation",
+    "idle/trainer_checkpoint": "checkpoints", "idle/trainer_records": "the ledger",
+}  # fmt: skip
+
+
+def _waits(metrics: Sequence[Metrics]) -> str:
+    """What a step of the trainer consisted of: work, then its waits, the longest first."""
+    shares = {name: sum(m.get(key, 0.0) for m in metrics) / len(metrics) for key, name in _CAUSES.items()}
+    waits = [f"{name} {share:.0%}" for name, share in sorted(shares.items(), key=lambda s: -s[1]) if share >= 0.01]
+    return f"training {max(0.0, 1 - sum(shares.values())):.0%}, waits for {', '.join(waits) or 'nothing'}"
+
+
+def _start(metrics: Metrics) -> str:
+    """The seconds until engines had the first weights, and of the three roles whose phases took longest."""
+    roles: dict[str, dict[str, float]] = {}
+    for key, seconds in metrics.items():
+        if key.startswith("start/") and key.count("/") == 2:
+            _, role, phase = key.removesuffix("_s").split("/")
+            roles.setdefault(role, {})[phase] = seconds
+    longest = sorted(roles, key=lambda role: -sum(roles[role].values()))[:3]
+    parts = [
+        f"{role} {sum(roles[role].values()):.0f} ({', '.join(f'{p} {s:.0f}' for p, s in roles[role].items())})"
+        for role in longest
+    ]
+    return f"{metrics['start/total_s']:.0f} s: {'; '.join(parts)}"
 
 
 def _smooth(values: Sequence[float], window: int) -> list[float]:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TextIO
 
 import yaml
 
@@ -20,6 +21,7 @@ from roll_async.observe.run_record import RECORD, RunRecord, write_record
 logger = logging.getLogger(__name__)
 
 _ABSENT = "(absent)"
+_RED, _YELLOW, _PLAIN = "\x1b[31m", "\x1b[33m", "\x1b[0m"
 _NAMED_KEYS = 5
 """Of the keys that changed since the last start, in the warning; the log has all with their values."""
 
@@ -68,7 +70,7 @@ class RunFolder:
         """Rename the config of the last start, and log what is different."""
         kept = self._unused_name("config", "yaml")
         path.rename(kept)
-        old, new = (_leaves(yaml.safe_load(config)) for config in (before, text))
+        old, new = (leaves(yaml.safe_load(config)) for config in (before, text))
         changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key, _ABSENT) != new.get(key, _ABSENT)]
         named = ", ".join(changed[:_NAMED_KEYS]) + (", ..." if len(changed) > _NAMED_KEYS else "")
         logger.warning(
@@ -169,8 +171,24 @@ class RunFolder:
         return records
 
 
+class _Console(logging.StreamHandler):
+    """Standard error as it is when a record comes: while a line of the screen is live, another one is in its place."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return sys.stderr
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = super().format(record)
+        colour = _RED if record.levelno >= logging.ERROR else _YELLOW
+        return f"{colour}{line}{_PLAIN}" if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else line
+
+
 def _console(level: int) -> logging.Handler:
-    console = logging.StreamHandler(sys.stderr)
+    console = _Console()
     console.setLevel(level)
     console.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
     return console
@@ -215,12 +233,12 @@ def redirect_output(path: Path) -> None:
     log_to([path])
 
 
-def _leaves(tree: object, prefix: str = "") -> dict[str, object]:
+def leaves(tree: object, prefix: str = "") -> dict[str, object]:
     """Values of a nested config by their full key; a list is one value."""
     if not isinstance(tree, dict) or not tree:
         return {prefix: tree}
     return {
-        k: v for key, sub in tree.items() for k, v in _leaves(sub, f"{prefix}.{key}" if prefix else str(key)).items()
+        k: v for key, sub in tree.items() for k, v in leaves(sub, f"{prefix}.{key}" if prefix else str(key)).items()
     }
 
 

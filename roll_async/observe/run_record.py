@@ -74,6 +74,14 @@ def read_record(folder: Path) -> RunRecord | None:
         raise ValueError(f"{path} is damaged ({error}); restore it, or move the folder away") from error
 
 
+def state_of(folder: Path, record: RunRecord) -> tuple[str, str]:
+    """(state, reason of a failure). A run that is running and not locked was killed: the system releases the lock of a
+    process that could not say how it ended.
+    """
+    killed = record.state == "running" and not is_locked(folder)
+    return ("killed" if killed else record.state), record.reason
+
+
 def write_record(folder: Path, record: RunRecord) -> None:
     """Replace the record as a whole."""
     partial = folder / f"{RECORD}.partial"

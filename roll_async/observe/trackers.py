@@ -8,12 +8,15 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from textwrap import indent
 from typing import TYPE_CHECKING, Protocol
 
 from roll_async.observe.disk import Unwritable, writing
 from roll_async.observe.outside import OutsideError, border
+from roll_async.observe.progress import facts
+from roll_async.observe.sample_dump import Row
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
@@ -34,6 +37,9 @@ class Tracker(Protocol):
     """Whether a new one is to be given the steps that the run keeps, because it cannot take back the others."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def samples(self, step: int, picked: Sequence[Row]) -> None:
+        """The best and the worst answer to a prompt of the step. It may come after the metrics of a later step."""
 
     def close(self) -> None: ...
 
@@ -70,6 +76,14 @@ class TensorboardTracker:
         values = [Summary.Value(tag=key, simple_value=value) for key, value in metrics.items()]
         self._write(Event(step=step, wall_time=time.time(), summary=Summary(value=values)))
 
+    def samples(self, step: int, picked: Sequence[Row]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.plugins.text.summary_v2 import text_pb
+
+        # It reads Markdown: what is indented is shown as it is.
+        text = "\n\n".join(f"{name}\n\n" + indent(value, "    ") for name, value in _texts(picked))
+        self._write(Event(step=step, wall_time=time.time(), summary=text_pb("samples", text)))
+
     def _write(self, event: Event) -> None:
         with writing(self._path):
             self._records.write(event.SerializeToString())
@@ -102,10 +116,17 @@ class WandbTracker:
         given.setdefault("dir", given.pop("log_dir", None) or str(folder))
         if key := given.pop("api_key", None):  # wandb.login would write it into the home folder
             given["settings"] = {"api_key": key, **_taken(given, "settings")}
-        self._run = wandb.init(**given)
+        self._run, self._step = wandb.init(**given), 0
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._step = step
         self._run.log(dict(metrics), step=step)
+
+    def samples(self, step: int, picked: Sequence[Row]) -> None:
+        import wandb
+
+        table = wandb.Table(columns=["step", "what", "text"], data=[[step, *entry] for entry in _texts(picked)])
+        self._run.log({"samples": table}, step=max(step, self._step))  # it takes nothing of a step that is over
 
     def close(self) -> None:
         self._run.finish()
@@ -137,8 +158,19 @@ class MlflowTracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._mlflow.log_metrics({_mlflow_name(key): value for key, value in metrics.items()}, step=step)
 
+    def samples(self, step: int, picked: Sequence[Row]) -> None:
+        text = "\n\n".join(f"{name}\n{value}" for name, value in _texts(picked))
+        self._mlflow.log_text(text, f"samples/step_{step:08d}.txt")
+
     def close(self) -> None:
         self._mlflow.end_run()
+
+
+def _texts(picked: Sequence[Row]) -> list[tuple[str, str]]:
+    """Prompt and answers under their names, whole."""
+    names = ("best", "worst") if len(picked) > 1 else ("answer",)
+    answers = [(f"{name}: {facts(row)}", str(row["response"])) for name, row in zip(names, picked, strict=True)]
+    return [("prompt", str(picked[0]["prompt"])), *answers]
 
 
 def _mlflow_name(key: str) -> str:
@@ -170,6 +202,9 @@ class SwanlabTracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
+    def samples(self, step: int, picked: Sequence[Row]) -> None:
+        pass  # not told: the samples of the run's own folder are whole
+
     def close(self) -> None:
         self._run.finish()
 
@@ -194,6 +229,9 @@ class TrackioTracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({key: value for key, value in metrics.items() if key != "step"}, step=step)  # a name of its own
 
+    def samples(self, step: int, picked: Sequence[Row]) -> None:
+        pass  # not told: the samples of the run's own folder are whole
+
     def close(self) -> None:
         self._trackio.finish()
 
@@ -209,6 +247,9 @@ class StdoutTracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         print(f"step {step}: " + " ".join(f"{key}={value:.5g}" for key, value in sorted(metrics.items())), flush=True)
+
+    def samples(self, step: int, picked: Sequence[Row]) -> None:
+        pass  # the screen has them
 
     def close(self) -> None:
         pass

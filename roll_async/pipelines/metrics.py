@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from statistics import pstdev
 
 from roll_async.buffer.freshness import BatchFreshness
 from roll_async.buffer.states import QueueStats
+from roll_async.observe.sample_dump import EVERY_GROUP, chosen_groups
 from roll_async.pipelines.protocol import RunObserver
+from roll_async.rollout.dispatch.replica_link import RequestSpan
 from roll_async.rollout.rollouter import RollouterStats
 from roll_async.schema import FinishReason, Group, Reward, Sample
 from roll_async.trainer.protocol import StepReport
@@ -77,10 +80,20 @@ class StepRecord:
         return self.ages.max_versions
 
 
-def trace_step(observer: RunObserver, record: StepRecord) -> None:
-    """The trace's spans of one training step."""
+def trace_step(
+    observer: RunObserver, record: StepRecord, requests: Sequence[RequestSpan], engines: Iterable[str]
+) -> None:
+    """The trace's spans of one training step, and of the requests that ended in it; an arrow from the trainer to each
+    engine that was given weights.
+    """
     for name, started, ended in record.clock.spans:
         observer.span("trainer", name, started, ended, step=record.step)
+        if name == "weight_sync" and record.sync is not None:
+            for engine in engines:
+                version = f"weights of step {record.step}"
+                observer.span(f"weights of {engine}", version, started, ended, arrow_from="trainer")
+    for engine, sent_s, ended_s in requests:
+        observer.span(engine, "request", sent_s, ended_s)
     for group in record.groups:
         observer.span("groups", f"group {group.group_id}", group.admitted_s, group.finished_s, trained_by=record.step)
 
@@ -94,12 +107,16 @@ def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:
     return {
         **reward_metrics(groups),
         "reward/mean": mean([reward.score for reward in rewards]),
+        "reward/min": min((reward.score for reward in rewards), default=0.0),
+        "reward/max": max((reward.score for reward in rewards), default=0.0),
         "reward/accuracy": mean([accuracy(reward) for reward in rewards]),
         "reward/accuracy_complete": mean(
             [complete_accuracy(rows[0].reward, rows) for rows in trajectories if rows[0].reward is not None]
         ),
         "response/length_mean": mean(lengths),
+        "response/length_std": pstdev(lengths) if lengths else 0.0,
         "response/length_max": float(max(lengths, default=0)),
+        "response/truncated": mean([float(rows[-1].finish_reason is FinishReason.LENGTH) for rows in trajectories]),
     }
 
 
@@ -182,6 +199,7 @@ def step_metrics(
         **_trainer_waits(spent, ages, report, total),
         **_engine_shares(busy_s, total, rollout.num_servers),
         **ratio_metrics(rollout.ratios, ratios_before),
+        **_token_time(record.groups),
         "engine/tokens_per_device_s": num_generated / (max(1, rollout.num_servers) * devices_per_engine) / total,
     }
 
@@ -234,6 +252,14 @@ def _engine_shares(busy_s: Mapping[str, float], total_s: float, num_servers: int
     num_there = max(num_servers, sum(share > 0 for share in shares.values()))
     idle = 1.0 - sum(shares.values()) / num_there if num_there else 1.0
     return {"idle/engines": idle, **{f"busy/{name}": share for name, share in shares.items()}}
+
+
+def _token_time(groups: Sequence[Group]) -> dict[str, float]:
+    """Seconds per sampled token of one answer, the wait for a place in the engine included."""
+    samples = [sample for group in groups for sample in group.samples]
+    tokens = sum(sum(sample.loss_mask) for sample in samples)
+    seconds = sum(sample.generation_s for sample in samples)
+    return {"engine/token_s": seconds / tokens} if tokens and seconds else {}
 
 
 def _push_metrics(sync: SyncReport | None) -> dict[str, float]:
@@ -298,15 +324,25 @@ def merged_reports(reports: Sequence[StepReport]) -> StepReport:
         num_samples=sum(r.num_samples for r in reports),
         num_tokens=sum(r.num_tokens for r in reports),
         advantages=tuple(row for r in reports for row in r.advantages),
+        # Rows are matched by their place: of a step in parts, all parts have log-probs, or none is told.
+        trainer_logprobs=tuple(row for r in reports for row in r.trainer_logprobs)
+        if all(r.trainer_logprobs for r in reports)
+        else (),
     )
 
 
-def sample_rows(groups: Sequence[Group], advantages: Sequence[array] = ()) -> list[dict[str, object]]:
-    """Samples as plain JSON values, for a dump. `advantages`: `StepReport.advantages` of the step that trained them;
-    none = nothing was trained.
+def sample_rows(
+    groups: Sequence[Group],
+    advantages: Sequence[array] = (),
+    trainer_logprobs: Sequence[array] = (),
+    num_groups: int = EVERY_GROUP,
+) -> list[dict[str, object]]:
+    """Samples as plain JSON values, for a dump, of as many of the groups as `chosen_groups` takes. `advantages`,
+    `trainer_logprobs`: of `StepReport` of the step that trained them; none = nothing was trained, none were made.
     """
     samples = [(group, sample) for group in groups for sample in group.samples]
-    of_rows = advantages or [None] * len(samples)
+    none = [None] * len(samples)
+    kept = chosen_groups({group.group_id: _mean_score(group) for group in groups}, num_groups)
     return [
         {
             "group_id": group.group_id,
@@ -322,6 +358,7 @@ def sample_rows(groups: Sequence[Group], advantages: Sequence[array] = ()) -> li
             "trajectory": sample.trajectory,
             "outcome": None if sample.outcome is None else sample.outcome.value,
             "advantage": _mean_advantage(sample, trained_with, 0, len(sample.loss_mask)),
+            "advantages": _differing(sample, trained_with),
             "turns": [
                 asdict(turn)
                 | {"advantage": _mean_advantage(sample, trained_with, turn.start, turn.start + turn.num_tokens)}
@@ -332,9 +369,24 @@ def sample_rows(groups: Sequence[Group], advantages: Sequence[array] = ()) -> li
             "prompt_token_ids": sample.prompt_token_ids.tolist(),
             "response_token_ids": sample.response_token_ids.tolist(),
             "behaviour_logprobs": [round(value, 6) for value in sample.behaviour_logprobs],
+            "trainer_logprobs": None if logprobs is None else [round(value, 6) for value in logprobs],
         }
-        for (group, sample), trained_with in zip(samples, of_rows, strict=True)
+        for (group, sample), trained_with, logprobs in zip(
+            samples, advantages or none, trainer_logprobs or none, strict=True
+        )
+        if group.group_id in kept
     ]
+
+
+def _mean_score(group: Group) -> float:
+    return mean([0.0 if rows[0].reward is None else rows[0].reward.score for rows in group.trajectories])
+
+
+def _differing(sample: Sample, advantages: array | None) -> list[float] | None:
+    """Advantage of each token of the response, 0 where it was not sampled; None where all of them have the same."""
+    if advantages is None or len({a for a, sampled in zip(advantages, sample.loss_mask, strict=True) if sampled}) < 2:
+        return None
+    return [round(a, 6) if sampled else 0.0 for a, sampled in zip(advantages, sample.loss_mask, strict=True)]
 
 
 def _mean_advantage(sample: Sample, advantages: array | None, start: int, end: int) -> float | None:

@@ -96,7 +96,7 @@ class RunObserver(Protocol):
         """The metrics of one training step (docs_roll/metrics.md)."""
 
     def span(self, track: str, name: str, start_s: float, end_s: float, **args: float | str) -> None:
-        """A span of the trace, in seconds of the loop."""
+        """A span of the trace, in seconds of the loop. `arrow_from`: a track that an arrow to the span begins at."""
 
     def event(self, name: str, **fields: float | str) -> None:
         """An event for the log: a validation, a weight push, a stop."""
@@ -184,7 +184,7 @@ class PipelineParts:
     observer: RunObserver
     validate: ValidationMeasure | None = None
     devices: Devices = OWN_DEVICES
-    dump: Callable[[int, Sequence[Group], Sequence[array]], None] | None = None
+    dump: Callable[[int, Sequence[Group], Sequence[array], Sequence[array]], None] | None = None
     """Called with the groups of every step, and the advantages of their rows (`StepReport.advantages`)."""
     export: Callable[[str], Awaitable[None]] | None = None
     """Writes the trained model into a folder that transformers loads; None = there is no model."""

@@ -28,6 +28,7 @@ from typing import TypeVar
 from roll_async.buffer.deadline import within
 from roll_async.buffer.errors import EndOfData, first_cause
 from roll_async.buffer.freshness import BatchFreshness
+from roll_async.observe.trace import DRIVER, starting
 from roll_async.pipelines.agreement import PolicyAgreement
 from roll_async.pipelines.metrics import StepClock, StepRecord, merged_reports, step_metrics, trace_step
 from roll_async.pipelines.protocol import PipelineParts, RunEnd, RunPlan, TrainerState
@@ -191,6 +192,8 @@ class TrainLoop:
         """Of the step under way; the first begins when engines have the first weights."""
         self._rollout_before: RollouterStats | None = None
         """The rollouter's counters when the last step was published."""
+        self._traced_s = 0.0
+        """Until when the trace has the requests of engines."""
         self.state = TrainerState.STARTING
         self.trained = plan.first_step - 1
         """Last whole step."""
@@ -251,7 +254,8 @@ class TrainLoop:
         step, last = self.trained, self._is_last(self.trained)
         measures = self._plan.measures_restored and self.validator.due(step, last=last)
         measures = measures and await self.validator.claim(step)
-        await self._push_to_all(step)
+        with starting(DRIVER, "first_push"):
+            await self._push_to_all(step)
         if measures:
             await self.validator.begin(step, last=last)
 
@@ -374,9 +378,13 @@ class TrainLoop:
         for result in earlier:
             self._publish_late(result)
         self._observer.step(record.step, {**metrics, **record.agreement, **validation})
-        trace_step(self._observer, record)
+        seen = self._rollout_before
+        assert seen is not None, "the metrics of the step are made of it"
+        requests = [span for span in seen.spans if span[2] > self._traced_s]
+        self._traced_s = max([self._traced_s, *(ended_s for *_, ended_s in requests)])
+        trace_step(self._observer, record, requests, seen.busy_s_by_server)
         if self._dump is not None:
-            self._dump(record.step, record.groups, record.report.advantages)
+            self._dump(record.step, record.groups, record.report.advantages, record.report.trainer_logprobs)
 
     def _publish_late(self, validation: Mapping[str, float]) -> None:
         """A result that belongs to no record of a step."""

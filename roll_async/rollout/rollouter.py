@@ -21,6 +21,7 @@ from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.states import ReleaseReason, Slot
 from roll_async.observe.outside import OutsideError, border
 from roll_async.rollout.dispatch.engine_pool import EnginePool
+from roll_async.rollout.dispatch.replica_link import RequestSpan
 from roll_async.rollout.filters.duplicates import DuplicateAnswers
 from roll_async.rollout.filters.filter_budget import FilterBudget
 from roll_async.rollout.filters.first_batch import FirstBatch
@@ -79,6 +80,8 @@ class RollouterStats:
     """Replies of attempts that had ended already; they are discarded."""
     busy_s_by_server: Mapping[str, float] = field(default_factory=dict)
     """Seconds during which at least one request ran there, by replica, over all its restarts."""
+    spans: tuple[RequestSpan, ...] = ()
+    """`ServerStats.spans`."""
     duplicate_share: float = 0.0
     """Share of the samples of the last groups that have an exact copy in their group."""
     judged: Mapping[str, int] = field(default_factory=dict)
@@ -357,6 +360,7 @@ class Rollouter:
             generated_tokens=servers.generated_tokens,
             late_results=servers.late_results,
             busy_s_by_server=dict(servers.busy_s_by_server),
+            spans=servers.spans,
             duplicate_share=self._duplicates.share,
             judged=dict(self._judged),
             source={

@@ -194,6 +194,9 @@ class Learner:
             num_samples=len(batch.lengths),
             num_tokens=int(batch.lengths.sum()),
             advantages=await asyncio.to_thread(_of_responses, batch, signal.advantages),
+            trainer_logprobs=()
+            if proximal is None or proximal is batch.behaviour_logprobs
+            else await asyncio.to_thread(_of_responses, batch, proximal),
         )
 
     async def _scores(self, batch: TrainBatch, rows: TokenRows) -> tuple[list[Tensor | None], float]:

@@ -89,6 +89,10 @@ class StepReport:
     advantages: tuple[array, ...] = ()
     """Of each row of the batch, in its order: [R] float32 over the response, as the loss got them; what the policy has
     not sampled has no meaning. Empty = none were made."""
+    trainer_logprobs: tuple[array, ...] = ()
+    """Of each row likewise, by the weights that the step began with; 0 where not sampled. Empty = the driver has none:
+    each micro-batch made its own, or the engines' were taken.
+    """
 
 
 STATE_KINDS = ("weights", "optimizer", "gradients")

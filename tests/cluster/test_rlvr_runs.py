@@ -184,6 +184,6 @@ def test_a_run_goes_on_after_its_engine_died_and_after_ctrl_c_and_a_killed_drive
 def test_missing_assets_and_wrong_keys_are_one_readable_line_before_anything_starts(launcher):
     launcher.assets = Path("output/no_demo_assets")
     code, output = launcher.run()
-    assert code == 2 and "make demo-assets" in output and "Traceback" not in output
+    assert code == 2 and "roll-async demo --assets-only" in output and "Traceback" not in output
     code, output = launcher.run("async_generation_ration=1")
     assert code == 2 and "did you mean 'async_generation_ratio'" in output

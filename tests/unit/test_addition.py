@@ -2,7 +2,7 @@
 
 import random
 
-from tools.addition import ALPHABET, Problem, problems
+from roll_async.commands.demo.addition import ALPHABET, Problem, problems
 
 
 def test_the_worked_example_of_the_demo_task():

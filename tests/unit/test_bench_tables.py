@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from roll_async.commands.demo.addition import HEAVY_TAIL_DIGITS, problems
 from roll_async.config.api import load
-from tools.addition import HEAVY_TAIL_DIGITS, problems
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools" / "bench"))

@@ -17,8 +17,11 @@ from tests.patience import patient
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = (
-    "README.md", "docs_roll/agentic.md", "docs_roll/fully_async.md", "examples/async_dapo/README.md",
-    "examples/dapo/README.md", "docs_roll/docs/English/UserGuide/algorithms/offpolicy_setting.md",
+    "README.md", "docs_roll/getting_started.md", "docs_roll/first_gpu_run.md", "docs_roll/zh/getting_started.md",
+    "docs_roll/zh/first_gpu_run.md", "docs_roll/zh/own_reward.md", "docs_roll/agentic.md", "docs_roll/fully_async.md",
+    "docs_roll/validation.md", "docs_roll/simulator.md", "docs_roll/cluster.md", "examples/my_project/README.md",
+    "examples/async_dapo/README.md", "examples/dapo/README.md",
+    "docs_roll/docs/English/UserGuide/algorithms/offpolicy_setting.md",
     "docs_roll/docs/简体中文/使用指南/algorithms/offpolicy_setting.md",
 )  # fmt: skip
 PROGRAMS = ("python", "python3", "pip", "ray", "roll-async", "make", "curl")
@@ -77,7 +80,8 @@ match program:
         from roll_async.cli import COMMANDS, main
 
         assert args[0] in COMMANDS
-        sys.exit(main(args) if args[0] in ("validate", "show", "plan") else main([args[0], "--help"]))
+        if code := main(args) if args[0] in ("validate", "show", "plan") else main([args[0], "--help"]):
+            sys.exit(code)
     case _:
         typed(args[0], args[1:])
 print("typed", program, *args)
@@ -137,7 +141,7 @@ def shell(tmp_path) -> Shell:
 def test_the_commands_of_a_document_work_in_one_shell_as_typed(document, shell):
     typed = commands(document)
     assert typed, f"{document} shows no command"
-    done = shell.type(typed, ROOT)
+    done = shell.type(typed, (ROOT / document).parent if "my_project" in document else ROOT)
     assert done.returncode == 0, f"{typed}\n{done.stdout}\n{done.stderr}"
     assert done.stdout.count("typed ") >= len([line for line in typed if not line.startswith(("export", "nohup"))])
 

@@ -91,7 +91,7 @@ def test_a_start_script_finds_what_shipped_configs_name_from_every_folder(checko
     assert (code, errors(said)) == (2, [REFUSED]), said
 
 
-def test_the_assets_that_are_not_there_are_named_with_the_folder_in_which_they_are_made(checkout):
+def test_the_assets_that_are_not_there_are_named_with_the_command_that_makes_them(checkout):
     (checkout / "output" / "demo_assets").rename(checkout / "output" / "away")
     try:
         code, said = typed(checkout, "examples", "python fully_async_custom.py")
@@ -99,7 +99,12 @@ def test_the_assets_that_are_not_there_are_named_with_the_folder_in_which_they_a
         (checkout / "output" / "away").rename(checkout / "output" / "demo_assets")
     found = [line for line in errors(said) if "demo_assets" in line]
     assert code == 2 and len(found) == 3, said
-    assert all(line.endswith(f"; make it with: make demo-assets (in {checkout})") for line in found)
+    assert all(line.endswith("; make it with: roll-async demo --assets-only") for line in found)
+
+
+def test_what_a_script_of_the_checkout_makes_is_named_with_its_folder(checkout):
+    code, said = typed(checkout, HOME, "python ../checkout/examples/start_rlvr_pipeline.py --config rlvr_gsm8k_cpu")
+    assert code == 2 and f"; make it with: python tools/make_gsm8k_assets.py (in {checkout})" in said
 
 
 def test_what_a_users_own_file_names_is_not_taken_from_the_checkout(checkout):

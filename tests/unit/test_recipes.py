@@ -1,7 +1,8 @@
-"""The recipes of CONTRIBUTING for a user's own code, typed into a folder outside the checkout."""
+"""examples/my_project, a user's own code, in a folder outside the checkout."""
 
 import math
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -21,17 +22,18 @@ from roll_async.launch.checks.gate import check_supported, require_inputs
 from roll_async.rewards.registry import create_reward
 
 ROOT = Path(__file__).resolve().parents[2]
-RLVR, AGENTIC = "rlvr_config_async_cpu", "agentic_frozen_lake_async_cpu"
-BLOCKS = re.findall(r"```(python|yaml)\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.S)
-FILES = {text.splitlines()[0].removeprefix("# "): text for kind, text in BLOCKS if kind == "python"}
-CONFIGS = [yaml.safe_load(text) for kind, text in BLOCKS if kind == "yaml"]
+RLVR = "rlvr_config_async_cpu"
+PROJECT = ROOT / "examples" / "my_project"
+ANSWERS, WORLDS = (yaml.safe_load((PROJECT / name).read_text()) for name in ("answers.yaml", "worlds.yaml"))
+OWN = ANSWERS["algorithm"]
+LOSS = {key: value for key, value in OWN.items() if key.startswith("pg_")}
 
 
 @pytest.fixture
 def typed(tmp_path, monkeypatch):
     """A config of the user's own with these lines, beside the files of the recipes; its path."""
-    for name, text in FILES.items():
-        (tmp_path / name).write_text(text)
+    for path in PROJECT.iterdir():
+        shutil.copy(path, tmp_path)
     (tmp_path / "model").mkdir()
     monkeypatch.chdir(tmp_path)
 
@@ -47,26 +49,25 @@ def typed(tmp_path, monkeypatch):
     return write
 
 
-def recipe(key):
-    return next(config for config in CONFIGS if any(key in str(part) for part in (config, *config.values())))
-
-
-def test_every_recipe_passes_the_check_of_configs(typed):
-    loss, estimator = recipe("my_loss"), recipe("my_estimator")
-    algorithm = {"algorithm": {**loss["algorithm"], **estimator["algorithm"]}}
-    own = check_supported(typed(RLVR, recipe("my_reward"), algorithm)).config
+def test_both_configs_of_the_project_pass_the_check(typed, tmp_path):
+    typed(RLVR)
+    own = check_supported(tmp_path / "answers.yaml").config
     assert own.rewards["addition"].type == "my_reward.score"
     assert own.algorithm.pg_options.given == {"width": 0.3} and own.algorithm.adv_options.given == {"scale": 2.0}
-    worlds = {**recipe("my_world")["custom_envs"], "FrozenLake": None}  # null takes out what the included file has
-    tags = {"train_env_manager": {"tags": ["Guess", "Question"]}, "val_env_manager": {"tags": ["Guess"]}}
-    played = check_supported(typed(AGENTIC, {"custom_envs": worlds}, tags)).config
+    played = check_supported(tmp_path / "worlds.yaml").config
     assert played.custom_envs.keys() == {"Guess", "Question"}
     check_agents(played)
 
 
+def test_the_readme_names_every_file_of_the_project(typed):
+    readme = (PROJECT / "README.md").read_text()
+    assert {path.name for path in PROJECT.iterdir() if path.suffix != ".md" and path.is_file()} == set(
+        re.findall(r"^\| \[(\S+)\]", readme, re.M)
+    )
+
+
 def test_a_config_with_own_code_is_written_as_it_is_read(typed, tmp_path):
-    loss = {"algorithm": {**recipe("my_loss")["algorithm"], **recipe("my_estimator")["algorithm"]}}
-    config = load(typed(RLVR, loss))
+    config = load(typed(RLVR, {"algorithm": OWN}))
     again = tmp_path / "again.yaml"
     again.write_text(dump(config))
     assert load(again) == config and "width: 0.3" in dump(config)
@@ -79,13 +80,12 @@ def test_the_reward_scores_and_reports_its_number(typed):
 
 
 def test_loss_and_estimator_pass_two_rows(typed):
-    both = {"algorithm": {**recipe("my_loss")["algorithm"], **recipe("my_estimator")["algorithm"]}}
-    assert list(unusable_code(load(typed(RLVR, both)).algorithm)) == []
+    assert list(unusable_code(load(typed(RLVR, {"algorithm": OWN})).algorithm)) == []
 
 
 def test_world_tool_and_agent_are_built_with_their_settings(typed):
-    worlds = recipe("my_world")["custom_envs"]
-    typed(AGENTIC, {"custom_envs": worlds})
+    worlds = WORLDS["custom_envs"]
+    typed(RLVR)
     spec = WorldSpec(env_type=worlds["Guess"]["env_type"], values=worlds["Guess"]["env_config"])
     world = build(spec)
     text, info = world.reset(seed=3)
@@ -97,8 +97,7 @@ def test_world_tool_and_agent_are_built_with_their_settings(typed):
 
 def test_the_options_in_the_file_are_those_that_loss_and_estimator_compute_with(typed):
     def of(**changes):
-        algorithm = {**recipe("my_loss")["algorithm"], **recipe("my_estimator")["algorithm"], **changes}
-        return load(typed(RLVR, {"algorithm": algorithm})).algorithm
+        return load(typed(RLVR, {"algorithm": {**OWN, **changes}})).algorithm
 
     mask, ahead = torch.ones(2, 1, dtype=torch.bool), torch.full((2, 1), math.log(2.0))
     inputs = PolicyLossInputs(
@@ -119,9 +118,8 @@ def test_the_options_in_the_file_are_those_that_loss_and_estimator_compute_with(
 
 
 def test_an_own_loss_against_the_engines_logprobs_is_not_corrected_a_second_time(typed):
-    loss = recipe("my_loss")["algorithm"]
-    plain = load(typed(RLVR, {"algorithm": loss})).algorithm
-    carried = {**loss, "pg_options": {**loss["pg_options"], "ratio_base": "behaviour"}}
+    plain = load(typed(RLVR, {"algorithm": LOSS})).algorithm
+    carried = {**LOSS, "pg_options": {**LOSS["pg_options"], "ratio_base": "behaviour"}}
     against = load(typed(RLVR, {"algorithm": carried})).algorithm
     assert plain.correction.weight_level == "token" and against.correction.weight_level == "none"
     assert "ratio_base" not in against.pg_options.given

@@ -128,6 +128,7 @@ PRINTED: list[tuple[str, Callable[[Typed, str, re.Match], Typed]]] = [
     (r"not a key of roll_async: (.*)", lambda t, key, m: foreign(t, key, m[1])),
     (r"unknown key; did you mean '([^']+)'\?", lambda t, key, m: renamed(t, key, m[1])),
     (r"is not one of .*did you mean '([^']+)'\?", lambda t, key, m: t.override(key, m[1])),
+    (r"is not one of (\S+)", lambda t, key, m: t.override(key, m[1])),
     (r"names no key of this config; did you mean '([^']+)'\?", lambda t, key, m: t.override(key, f"${{{m[1]}}}")),
     (r"use KEY=null to clear", lambda t, key, m: t.edit(key, Remove).override(key, "null")),
     (r"\b(?:set|use) ([a-z_]+(?:\.[a-z_0-9]+)*): ([^\s,;]+)", lambda t, key, m: t.override(m[1], m[2])),
@@ -161,6 +162,7 @@ PRINTED: list[tuple[str, Callable[[Typed, str, re.Match], Typed]]] = [
 
 LEFT_TO_THE_USER = {
     r"unknown key; .+ has: ": "no key of the section is near; all of them are listed",
+    r"names no key of this config; at its top": "no key is near; those at the top are listed",
     r"^expected \w+, got ": "a value of another type has no counterpart",
     r"an integer of 64 bits|a name matching|must be a .json|must be at least one file": "only the user knows the value",
     r"choose another (name|tag)$": "names of sets and tags are the user's",

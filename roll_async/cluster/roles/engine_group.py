@@ -31,6 +31,7 @@ from roll_async.cluster.role_log import open_role_log
 from roll_async.inference.processes import ProcessId, process_ids, until_gone
 from roll_async.inference.protocol import EngineCapabilities, EngineMemory, EngineReport
 from roll_async.inference.settings import EngineSettings, NodeSpan
+from roll_async.observe.trace import starting
 from roll_async.rollout.protocol import Replica, RequestTraffic
 from roll_async.weight_sync.protocol import TakesWeights
 
@@ -66,9 +67,9 @@ class EngineStart(Protocol):
 
     async def hold_port(self, host: str) -> int: ...
 
-    async def start(
-        self, after: Sequence[ProcessId], span: NodeSpan | None
-    ) -> tuple[EngineCapabilities, tuple[ProcessId, ...]]: ...
+    async def imports(self, after: Sequence[ProcessId], span: NodeSpan | None) -> None: ...
+
+    async def start(self) -> tuple[EngineCapabilities, tuple[ProcessId, ...]]: ...
 
     async def follow(self, after: Sequence[ProcessId], span: NodeSpan) -> tuple[ProcessId, ...]: ...
 
@@ -102,22 +103,24 @@ class EngineReplica:
         """A port for the processes of the engine, which this one keeps for them as long as it lives."""
         return self._held.enter_context(held_port(host))
 
-    async def start(
-        self, after: Sequence[ProcessId], span: NodeSpan | None
-    ) -> tuple[EngineCapabilities, tuple[ProcessId, ...]]:
-        """Load the model once the processes of `after` have ended and freed their memory. Returns also the processes
-        of this replica on this node.
-        """
+    async def imports(self, after: Sequence[ProcessId], span: NodeSpan | None) -> None:
+        """Import the library once the processes of `after` have ended and freed their memory."""
         await self._prepare(after, span)
         with defer_gc_during_startup():
             # Imported here: the modules of a library are most of what a collection would go over.
             from roll_async.inference.backends import create_engine
-            from roll_async.inference.engine_host import EngineHost
 
-            engine = create_engine(self._strategy, self._settings)
-            await engine.start()
-        self._engine, self._host = engine, EngineHost(engine)
-        return engine.capabilities, process_ids()
+            self._engine = create_engine(self._strategy, self._settings)
+            self._engine.import_library()
+
+    async def start(self) -> tuple[EngineCapabilities, tuple[ProcessId, ...]]:
+        """Load the model. Returns also the processes of this replica on this node."""
+        from roll_async.inference.engine_host import EngineHost
+
+        with defer_gc_during_startup():
+            await self._engine.start()
+        self._host = EngineHost(self._engine)
+        return self._engine.capabilities, process_ids()
 
     async def follow(self, after: Sequence[ProcessId], span: NodeSpan) -> tuple[ProcessId, ...]:
         """`start` on a node after the first: the ranks here join those of the engine, which starts meanwhile."""
@@ -210,7 +213,8 @@ class RayEngineClient(Proxy, EngineCalls):
                 actors.append(named.remote(spec.strategy, settings))
                 assert isinstance(actors[-1], ActorHandle)  # Ray says "or the class itself", for the sake of editors
             nodes = [_start_of(name, actor, spec.rpc_timeout_s) for actor in actors]
-            hosts = await asyncio.gather(*(node.node_address() for node in nodes))
+            with starting(name, "process"):
+                hosts = await asyncio.gather(*(node.node_address() for node in nodes))
             client = cls(name, actors, hosts, rpc_timeout_s=spec.rpc_timeout_s)
             await client._load(spec.after)
         except BaseException:  # also when cancelled: the processes must not be left
@@ -224,7 +228,7 @@ class RayEngineClient(Proxy, EngineCalls):
         limit_s, gone = self._rules.deadline_s, after or [()] * len(self.hosts)
         first = _start_of(self.name, self._actor, limit_s)
         if not self._followers:
-            self.capabilities, processes = await first.start(gone[0], None)
+            self.capabilities, processes = await self._start(first, gone[0], None)
             self.processes = (processes,)
             return
         host = self.hosts[0]
@@ -239,9 +243,18 @@ class RayEngineClient(Proxy, EngineCalls):
         ]
         follow = (node.follow(gone[rank], spans[rank]) for rank, node in enumerate(others, 1))
         # Together: in their start the ranks of all nodes wait for each other.
-        (self.capabilities, own), theirs = await asyncio.gather(first.start(gone[0], spans[0]), asyncio.gather(*follow))
+        own_start = self._start(first, gone[0], spans[0])
+        (self.capabilities, own), theirs = await asyncio.gather(own_start, asyncio.gather(*follow))
         self.processes = (own, *theirs)
         self._broken = asyncio.ensure_future(self._watch(others))
+
+    async def _start(
+        self, first: EngineStart, after: Sequence[ProcessId], span: NodeSpan | None
+    ) -> tuple[EngineCapabilities, tuple[ProcessId, ...]]:
+        with starting(self.name, "imports"):
+            await first.imports(after, span)
+        with starting(self.name, "load"):
+            return await first.start()
 
     async def _watch(self, others: Sequence[EngineStart]) -> None:
         """Raises ConnectionError when a follower node has lost a rank: the others would hang in collectives."""
@@ -287,6 +300,12 @@ def _start_of(role: str, actor: ActorHandle, deadline_s: float | None) -> Engine
         role=role,
         deadline_s=deadline_s,
         waits={EngineStart.wait_ended},
-        starts={EngineStart.node_address, EngineStart.hold_port, EngineStart.start, EngineStart.follow},
+        starts={
+            EngineStart.node_address,
+            EngineStart.hold_port,
+            EngineStart.imports,
+            EngineStart.start,
+            EngineStart.follow,
+        },
     )
     return remote(EngineStart, RayChannel(actor), rules)

@@ -24,6 +24,7 @@ from roll_async.cluster.remote import CallRules, remote, served
 from roll_async.cluster.role_log import open_role_log
 from roll_async.config.schema import RewardConfig
 from roll_async.observe.thoughts import ThoughtMarks, marks_of
+from roll_async.observe.trace import starting
 from roll_async.prompts.end_marks import EndMarks
 from roll_async.prompts.tokenizer import BatchDecode, batch_decoder, load_tokenizer
 from roll_async.schema import Prompt, Reward, Sample
@@ -142,10 +143,12 @@ class HostPlan:
         }
         host = self._host(attempt, options)
         try:
-            tokenizer = await asyncio.to_thread(load_tokenizer, self.tokenizer_folder)  # while the process starts
+            with starting("rewards", "tokenizer"):  # while the process starts
+                tokenizer = await asyncio.to_thread(load_tokenizer, self.tokenizer_folder)
             # Marks that only a template has are special tokens, which are left out anyway.
             decoder = batch_decoder(tokenizer, EndMarks.of(tokenizer).ids)
-            await self.calls(host).start(decoder, marks_of(tokenizer))
+            with starting("rewards", "workers"):
+                await self.calls(host).start(decoder, marks_of(tokenizer))
         except BaseException:  # also when cancelled: the process must not be left
             ray.kill(host)
             raise

@@ -18,6 +18,7 @@ from roll_async.cluster.gc_policy import defer_gc_during_startup
 from roll_async.cluster.remote import served
 from roll_async.observe.machine import peak_bytes_of_self
 from roll_async.observe.run_folder import log_to
+from roll_async.observe.trace import Phase, StartTimeline
 from roll_async.rollout.remote_side import Counters, CoupledRollout, RolloutServer
 
 _CONCURRENT_CALLS = 32
@@ -38,7 +39,7 @@ StartRoles = Callable[[AsyncExitStack], Awaitable[RunningRoles]]
 class HostStart(Protocol):
     """Calls that start the process."""
 
-    async def start(self) -> None: ...
+    async def start(self) -> Sequence[Phase]: ...
 
     async def build(self, *run: object) -> tuple[bool, Counters]: ...
 
@@ -68,10 +69,11 @@ class RolloutHost:
         self._start, self._stack, self._warnings = start, AsyncExitStack(), _Warnings()
         log_to(log_files).addHandler(self._warnings)  # the console is the driver's, which prints them
 
-    async def start(self) -> None:
-        """Start engines and rewards."""
-        with defer_gc_during_startup(settled=True):
+    async def start(self) -> Sequence[Phase]:
+        """Start engines and rewards. Returns the phases of it."""
+        with StartTimeline().current() as timeline, defer_gc_during_startup(settled=True):
             self._roles = await self._start(self._stack)
+        return timeline.take()
 
     async def build(self, *run: object) -> tuple[bool, Counters]:
         """Build queue, rollouter and synchronizer. Returns also whether there are validation prompts."""

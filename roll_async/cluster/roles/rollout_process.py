@@ -24,6 +24,7 @@ from roll_async.buffer.errors import Defect, EndOfData, LedgerError, StallError,
 from roll_async.cluster.ray_channel import RayChannel, wait_ended
 from roll_async.cluster.remote import CallRules, remote
 from roll_async.cluster.roles.rollout_host import HostStart, RolloutHost, StartRoles
+from roll_async.observe.trace import started_beside, starting
 from roll_async.rollout.filters.filter_budget import GeneratedTooMany
 from roll_async.rollout.remote_side import ROLE, WAITS, Counters, RolloutCalls, RolloutClient, RpcChannel
 from roll_async.weight_sync.protocol import SyncFailed
@@ -117,7 +118,8 @@ class RolloutProcess:
         actor = RolloutHost.options(**options, name="rollout")  # pyright: ignore[reportAttributeAccessIssue]  # see there
         host = actor.remote(start, list(log_files))
         try:
-            await _start_of(host, rpc_timeout_s + _INNER_S).start()
+            with starting("rollout", "start"):
+                started_beside(await _start_of(host, rpc_timeout_s + _INNER_S).start())
         except BaseException:  # also when cancelled: the process must not be left
             ray.kill(host)
             raise

@@ -14,7 +14,7 @@ import logging
 import time
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 import ray
@@ -35,6 +35,7 @@ from roll_async.cluster.remote import CallRules, remote, served
 from roll_async.cluster.role_log import log_lines, open_role_log
 from roll_async.cluster.roles.training_role import TrainingRole
 from roll_async.cluster.runtime import LOOPBACK
+from roll_async.observe.trace import StartTimeline, starting
 from roll_async.trainer.megatron.settings import MegatronSettings
 from roll_async.trainer.megatron.shares import BatchSplitter, DataParallelShard
 from roll_async.trainer.protocol import STATE_KINDS, PolicyRows, StateMemory, TokenRows, ValueRows
@@ -58,6 +59,8 @@ class Started:
     """The same on all ranks."""
     log: Sequence[str]
     """Log lines of the start, among them the rank's choices."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Of the start, by phase."""
 
 
 class WorkerCalls(Protocol):
@@ -99,6 +102,8 @@ class RankCalls(WorkerCalls, Protocol):
 
     async def node_address(self) -> str: ...
 
+    async def imports(self) -> None: ...
+
     async def start(self, world_size: int, master_addr: str, master_port: int) -> Started: ...
 
     async def restart(
@@ -114,7 +119,7 @@ class RankCalls(WorkerCalls, Protocol):
     async def save(self, folder: str, step: int, state: bytes, background: bool) -> None: ...
 
 
-_STARTS = ("start", "restart")
+_STARTS = ("imports", "start", "restart")
 """Calls that take minutes with a large model."""
 _READ_INPUT = {RankCalls.require_folders, RankCalls.node_address, RankCalls.start, RankCalls.restart, RankCalls.load}
 """Calls that find out what is wrong with folders, settings and checkpoints of the user."""
@@ -144,9 +149,14 @@ class MegatronRank:
     def node_address(self) -> str:
         return use_node_address()
 
+    def imports(self) -> None:
+        """Import what a rank computes with, before any of its modules is asked for."""
+        with defer_gc_during_startup():
+            import roll_async.trainer.megatron.worker  # noqa: F401
+
     def start(self, world_size: int, master_addr: str, master_port: int) -> Started:
         """Join the group and load the model; blocks until every rank is there."""
-        with defer_gc_during_startup(), log_lines() as lines:
+        with StartTimeline().current() as timeline, defer_gc_during_startup(), log_lines() as lines:
             from roll_async.trainer.megatron.worker import MegatronWorker, RankSpec
 
             spec = RankSpec(
@@ -159,7 +169,12 @@ class MegatronRank:
             )
             self._worker = MegatronWorker(spec, self._role.settings)
             self._worker.start()
-        return Started(data_parallel_rank=self._worker.data_parallel_rank, splitter=self._worker.splitter, log=lines)
+        return Started(
+            data_parallel_rank=self._worker.data_parallel_rank,
+            splitter=self._worker.splitter,
+            log=lines,
+            seconds=timeline.seconds(),
+        )
 
     def restart(self, settings: MegatronSettings, world_size: int, master_addr: str, master_port: int) -> Started:
         """Load a model folder again, with settings of the same layout; blocks until every rank is there."""
@@ -244,13 +259,18 @@ class RayTrainerGroup:
             ranks.append(rank)
         group = cls(role.name, ranks, bucket_bytes=role.bucket_bytes, rpc_timeout_s=role.rpc_timeout_s)
         try:
-            await group._all(RankCalls.require_folders, folders)
-            addresses = await group._all(RankCalls.node_address)
+            with starting(role.name, "process"):
+                await group._all(RankCalls.require_folders, folders)
+                addresses = await group._all(RankCalls.node_address)
             group.hosts = frozenset(addresses)
             if not embedded:
                 group._host = addresses[0]  # rank 0 listens, so its node
-            port = await group._listen()
-            group._started = await group._all(RankCalls.start, len(ranks), group._host, port)
+            with starting(role.name, "imports"):
+                await group._all(RankCalls.imports)
+                port = await group._listen()
+            with starting(role.name, "load") as parts:
+                group._started = await group._all(RankCalls.start, len(ranks), group._host, port)
+                parts.update(max((s.seconds for s in group._started), key=lambda seconds: sum(seconds.values())))
         except BaseException:  # also when cancelled: the processes must not be left
             group._kill()
             raise

@@ -204,9 +204,9 @@ class Checker:
         return value
 
     def _choice(self, path: str, node: Node, value: str, choices: list[str]) -> None:
-        # None for a value too long to be a typing error.
-        near = closest(value, choices, cutoff=0.0) or choices[0]
-        message = f"{shown(plain(node))} is not one of {' | '.join(choices)}; did you mean '{near}'?"
+        near = closest(value, choices)
+        hint = f"; did you mean '{near}'?" if near else ""
+        message = f"{shown(plain(node))} is not one of {' | '.join(choices)}{hint}"
         self._error("C004", path, node, message + foreign_character(value))
 
     def _any(self, node: Node, path: str) -> Plain:
@@ -341,10 +341,9 @@ class Checker:
             self._foreign_kind(path, node, other)
         elif not section and name in FOREIGN_SECTIONS:
             for here, leaf in leaves(node, path):
-                key = self._paths.nearest(here.rpartition(".")[2])
-                self._error(
-                    "C002", here, leaf, f"not a key of roll_async: {refusal(here) or f'the nearest key is {key}'}"
-                )
+                near = self._paths.close(here.rpartition(".")[2])
+                reason = refusal(here) or (f"the nearest key is {near}" if near else "remove it")
+                self._error("C002", here, leaf, f"not a key of roll_async: {reason}")
         elif not section and name == "checkpoint_config" and isinstance(node.value, dict) and "type" in node.value:
             message = f"not a key of roll_async: {REFUSED['checkpoint_config.type']}"
             self._error("C002", f"{path}.type", node.value["type"], message)

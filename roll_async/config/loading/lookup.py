@@ -1,10 +1,12 @@
 """Which file a launcher means: `--config NAME_OR_PATH`, or `--config-path DIR --config-name NAME`."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from roll_async.config.yaml.compose import CHECKOUT, OVERRIDE, SHIPPED
 from roll_async.config.yaml.diagnostics import ConfigError, Diagnostic
+from roll_async.config.yaml.suggest import closest
 
 _OPTIONS = ("--config", "--config-path", "--config-name")
 
@@ -12,9 +14,8 @@ _OPTIONS = ("--config", "--config-path", "--config-name")
 def resolve_config(argv: list[str], pipeline: str | None) -> tuple[Path, list[str]]:
     """(file, overrides) of a launcher's arguments.
 
-    The file is looked up as given, then with `.yaml`, first from the working directory, then from `configs/` of the
-    repository, then from its root. `pipeline` is the launcher's own kind, named in its messages. Raises ConfigError for
-    bad usage and for a file that is not there; the launcher exits with 2.
+    `pipeline` is the launcher's own kind, named in its messages. Raises ConfigError for bad usage and for a file that
+    is not there; the launcher exits with 2.
     """
     options, overrides = _parse(argv)
     who = f"{pipeline or 'roll_async'} launcher"
@@ -26,19 +27,23 @@ def resolve_config(argv: list[str], pipeline: str | None) -> tuple[Path, list[st
         name = str(Path(options.get("--config-path", "."), options["--config-name"]))
     else:
         raise _usage(f"{who}: no config given; use --config NAME_OR_PATH [KEY=VALUE...]")
-    # An absolute name gives the same places for every folder.
-    places = list(dict.fromkeys(_candidates(name)))
-    for place in places:
-        if place.is_file():
-            return place, overrides
-    raise _usage(f"config '{name}' not found; looked at {', '.join(str(p) for p in places)}", name)
+    return find_config(name), overrides
 
 
 def find_config(name: str | Path) -> Path:
-    """The file that a command without options means, looked up in the same way; the name itself when nothing is
-    there.
+    """The file that a name means to every command: as given, then with `.yaml`, first from the working directory, then
+    from the shipped configs, then from what lies around them. Raises ConfigError when there is none; what is there and
+    no file is returned for its reader to refuse.
     """
-    return next((place for place in _candidates(str(name)) if place.is_file()), Path(name))
+    for place in _candidates(str(name)):
+        if place.is_file():
+            return place
+    if os.path.lexists(name):
+        return Path(name)
+    shipped = sorted(path.stem for path in SHIPPED.glob("*.yaml"))
+    near = closest(Path(name).stem, shipped)
+    hint = f"did you mean '{near}'?" if near else f"shipped are: {', '.join(shipped)}"
+    raise _usage(f"config '{name}' is neither a file here nor a shipped config; {hint}", str(name))
 
 
 def _parse(argv: list[str]) -> tuple[dict[str, str], list[str]]:
@@ -48,7 +53,7 @@ def _parse(argv: list[str]) -> tuple[dict[str, str], list[str]]:
     for arg in rest:
         if not arg.startswith("--"):
             if not OVERRIDE.match(arg):
-                raise _usage(f"'{arg}' is neither an option nor KEY=VALUE")
+                raise _usage(f"'{arg}' is neither an option nor KEY=VALUE; a config is named by --config {arg}")
             overrides.append(arg)
             continue
         flag, separator, value = arg.partition("=")

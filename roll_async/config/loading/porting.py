@@ -28,7 +28,7 @@ _RESOLVER = re.compile(r"\$\{[a-z._]+:[^}]*\}")
 """A value that OmegaConf takes from the clock or the environment."""
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_-]*)")
 
-_REWARDS = {
+REWARD_TYPES = {
     "MathRuleRewardWorker": "math_rule",
     "CrossThinkQARuleRewardWorker": "qa",
     "GeneralRuleRewardWorker": "ifeval",
@@ -38,7 +38,7 @@ _REWARDS = {
 """Class of ROLL's reward workers to `rewards.NAME.type`."""
 _IMAGES = ("DetectionRewardWorker", "VideoR1RewardWorker", "VLTrajEnvManager")
 _TOWERS = ("vision_model", "audio_model")
-_STRATEGIES = {"fsdp2_train": "megatron_train", "deepspeed_train": "megatron_train"}
+STRATEGIES = {"fsdp2_train": "megatron_train", "deepspeed_train": "megatron_train"}
 _SCORERS = ("hf_infer", "fsdp2_infer", "deepspeed_infer")
 _NO_PIPELINE_KEYS = (
     ({"is_pure_opd", "use_opd", "student", "teachers", "student_train"}, "distillation from teachers"),
@@ -294,7 +294,7 @@ def _roles(found: Port) -> None:
         if isinstance(devices, str) and (ids := _LISTED.fullmatch(devices)):
             found.put(f"{role}.device_mapping", [int(n) for n in ids[1].split(",")], "the list itself")
         name = found.get(role, "strategy_args", "strategy_name")
-        wanted = _STRATEGIES.get(str(name))
+        wanted = STRATEGIES.get(str(name))
         if role in ("reference", "teacher") and name in _SCORERS:
             wanted = "megatron_infer"
         if wanted is not None:
@@ -341,7 +341,7 @@ def _rewards(found: Port) -> None:
         if not isinstance(reward, dict):
             continue
         worker = str(reward.pop("worker_cls", "")).rpartition(".")[2]
-        kind = _REWARDS.get(worker) or (name if name in REWARDS else None)
+        kind = REWARD_TYPES.get(worker) or (name if name in REWARDS else None)
         if kind is None:
             del rewards[name]
             found.note(

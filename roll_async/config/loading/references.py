@@ -175,9 +175,9 @@ class _Resolver:
         if self._names is None:
             self._names = [n for n, _ in zip((n for n, _ in written(self._root)), range(1000), strict=False)]
         # Only for the first errors: a search compares the name with all others.
-        near = closest(name, [n for n in self._names if n != path], cutoff=0.0) if len(self.errors) < 20 else None
-        hint = f"; did you mean '{near}'?" if near else ""
-        return self._stop("C011", path, node, f"${{{name}}} names no key of this config{hint}")
+        near = closest(name, [n for n in self._names if n != path]) if len(self.errors) < 20 else None
+        hint = f"did you mean '{near}'?" if near else f"at its top it has: {', '.join(self._root.value)}"
+        return self._stop("C011", path, node, f"${{{name}}} names no key of this config; {hint}")
 
     def _unsupported(self, token: str, node: Node, path: str) -> _Stop:
         return self._stop("C013", path, node, f"'{token[:80]}' is not supported; only ${{dotted.key}} is")

@@ -62,7 +62,7 @@ class ResourceBlocks:
         sizes = self._device_counts(block, given, node)
         device = given.get("device")
         if device is not None and device.value not in ("cpu", "cuda"):
-            message = f"{shown(plain(device))} is not one of cpu | cuda; did you mean 'cuda'?"
+            message = f"{shown(plain(device))} is not one of cpu | cuda"
             self.errors.append(diagnostic("C004", f"{block}.device", device, message))
         if sizes is None:
             return first

@@ -12,9 +12,12 @@ from roll_async.config.yaml.diagnostics import ConfigError, Diagnostic, shown
 from roll_async.config.yaml.node import MAX_FILE_BYTES, Node, plain, put, refuse, type_name
 from roll_async.config.yaml.yaml_text import decode, parse
 
-CHECKOUT = Path(__file__).resolve().parents[3]
-SHIPPED = CHECKOUT / "configs"
-"""Of this repository: their names are found from every folder."""
+SHIPPED = (Path(__file__).resolve().parents[2] / "shipped" / "configs").resolve()
+"""The configs that come with the package, whose names are found from every folder. In a checkout `shipped/` holds links
+to its folders, in a wheel copies.
+"""
+CHECKOUT = SHIPPED.parent
+"""What shipped configs name is looked for here too: of an installed package it is `shipped/`, with the examples."""
 OVERRIDE = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*=")
 _MAX_INCLUDE_DEPTH = 8
 _MAX_INCLUDES = 1000

@@ -26,10 +26,6 @@ class PathIndex:
         near = closest(name, self._names())
         return self._by_name[near] if near else None
 
-    def nearest(self, name: str) -> str:
-        """Path of the nearest key, also if it is not similar."""
-        return self._by_name[closest(name, self._names(), cutoff=0.0) or "pretrain"]
-
     def _names(self) -> list[str]:
         if not self._by_name:
             for path in keys(self._cls):

@@ -81,6 +81,10 @@ class SglangEngine(Engine[SglangTicket]):
         levels = super()._sleep_levels()
         return levels if self._settings.device == "cpu" else levels[-1:]
 
+    def import_library(self) -> None:
+        prepare_environment(self._settings)
+        import sglang.srt.entrypoints.engine  # noqa: F401
+
     async def start(self) -> None:
         settings = self._settings
         prepare_environment(settings)

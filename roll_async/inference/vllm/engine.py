@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
+from importlib import import_module
 from typing import TYPE_CHECKING, TypedDict
 
 from roll_async.config.engine_traits import ENGINE_TRAITS
@@ -58,6 +59,11 @@ class VllmEngine(Engine[VllmTicket]):
         """Whether this vLLM reports the weight version of every token; older releases do not."""
         self._worker_bytes = (0, 0)
         """(weights, KV cache) of all workers, as they said last."""
+
+    def import_library(self) -> None:
+        prepare_environment(self._settings)
+        with start_errors():
+            import_module(f"{__package__}.in_process" if self._in_process else "vllm.v1.engine.async_llm")
 
     async def start(self) -> None:
         settings = self._settings

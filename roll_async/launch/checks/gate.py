@@ -34,6 +34,7 @@ from roll_async.config.yaml.compose import CHECKOUT, SHIPPED
 from roll_async.config.yaml.node import Node, find, leaves
 from roll_async.launch.checks.inputs import missing_inputs, unread_variables
 from roll_async.launch.checks.model_fit import mismatches
+from roll_async.launch.checks.needs import needs_elsewhere
 from roll_async.launch.checks.packages import missing_packages, runs_here
 from roll_async.launch.checks.user_code import named_code
 from roll_async.weight_sync.adapters import choose_adapters
@@ -103,8 +104,6 @@ def require_devices(loaded: Loaded) -> None:
     """Raises ConfigError (C204), of one line, for a config whose devices are not on this machine while no cluster is
     joined: nothing else of what is missing need be said in another one.
     """
-    from roll_async.launch.checks.needs import needs_elsewhere  # Ray and torch, which other commands do not wait for
-
     if (needs := needs_elsewhere(loaded.config)) is not None:
         raise ConfigError((placed("C204", "(file)", needs, loaded.root),))
 

@@ -26,7 +26,7 @@ _DATASET = re.compile(r"hf://datasets/([^/]+/[^/]+)/(.+)")
 _MODELSCOPE = "modelscope://"
 # Without the copies in other formats that repositories hold beside: twice the download.
 _MODEL_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py")
-_MAKERS = {"demo_assets": "make demo-assets", "gsm8k_assets": "python tools/make_gsm8k_assets.py"}
+_MAKERS = {"demo_assets": "roll-async demo --assets-only", "gsm8k_assets": "python tools/make_gsm8k_assets.py"}
 
 
 def is_hub_name(model: str) -> bool:
@@ -43,15 +43,26 @@ def is_hub_name(model: str) -> bool:
 
 def missing_inputs(config: PipelineConfig) -> list[tuple[str, str]]:
     """(key, message) of every folder and file that should be on this disk and is not. Names on hubs are not checked."""
-    found, where = [], "" if Path.cwd() == CHECKOUT else f" (in {CHECKOUT})"
-    for key, model in models_of(config).items():
-        if not is_hub_name(model) and not (Path(model) / "config.json").is_file():
-            hint = next((f"; make it with: {maker}" for part, maker in _MAKERS.items() if part in model), "")
-            found.append((key, f"model folder {model} does not exist or holds no config.json{hint}"))
+    found = [(key, problem) for key, model in models_of(config).items() if (problem := missing_model(model))]
     for key, file in files_of(config):
         if not file.startswith("hf://") and not Path(file).is_file():
             found.append((key, missing_file(file)))
-    return [(key, f"{said}{where}" if "; make it with: " in said else said) for key, said in found]
+    return [(key, said + _where(said)) for key, said in found]
+
+
+def _where(said: str) -> str:
+    """Where the command is typed that makes a file: a script of a checkout there, one of ours where the run starts."""
+    if not re.search("; make it with: (python|bash) ", said) or Path.cwd() == CHECKOUT:
+        return ""
+    return f" (in {CHECKOUT if (CHECKOUT / 'tools').is_dir() else 'a checkout of roll_async'})"
+
+
+def missing_model(model: str) -> str | None:
+    """What is missing of a model that should be on this disk."""
+    if is_hub_name(model) or (Path(model) / "config.json").is_file():
+        return None
+    hint = next((f"; make it with: {maker}" for part, maker in _MAKERS.items() if part in model), "")
+    return f"model folder {model} does not exist or holds no config.json{hint}"
 
 
 def resolve_names(config: C) -> C:
@@ -59,7 +70,7 @@ def resolve_names(config: C) -> C:
     with a progress bar. Raises ValueError, one line with the remedy, when a name does not exist or the hub cannot be
     reached.
     """
-    folders = {model: _folder(key, model) for key, model in models_of(config).items()}
+    folders = {model: model_folder(key, model) for key, model in models_of(config).items()}
     roles = {name: _with_folder(worker, folders) for name, worker in config.roles()}
     changes: dict[str, object] = {
         "pretrain": folders[config.pretrain],
@@ -115,7 +126,8 @@ def _with_folder(worker: WorkerConfig, folders: dict[str, str]) -> WorkerConfig:
 
 
 @cache
-def _folder(key: str, model: str) -> str:
+def model_folder(key: str, model: str) -> str:
+    """Where a model is on this disk, fetched if it has to be. Raises ValueError, one line, for one that cannot be."""
     if not is_hub_name(model):
         return model
     if model.startswith(_MODELSCOPE):

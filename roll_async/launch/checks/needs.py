@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
-from roll_async.cluster.placement import gpu_nodes, shortage
-from roll_async.cluster.runtime import pretended_gpus
+from roll_async.cluster.placement import gpu_nodes, pretended_gpus, processes_of, shortage
 from roll_async.config.schema import PipelineConfig, RLVRConfig
 from roll_async.launch.checks.inputs import is_hub_name, missing_inputs, models_of
 from roll_async.launch.checks.packages import missing_packages
-from roll_async.launch.roles import processes_of
+from roll_async.observe.machine import gpus_here
 
 
 def needs_elsewhere(config: PipelineConfig) -> str | None:
@@ -29,15 +27,6 @@ def needs_elsewhere(config: PipelineConfig) -> str | None:
     needs = "; ".join([*_models(config), *_rest(config), f"{_devices(lacking)} (RAY_ADDRESS=HOST:6379 of a cluster)"])
     here = "; or see it run on the CPU here, on the demo's model and data: --device cpu"
     return f"the run needs {needs}{here if isinstance(config, RLVRConfig) else ''}"
-
-
-def gpus_here(devices: Path = Path("/dev")) -> int | None:
-    """NVIDIA devices that this process may use; None: only Ray can count what is here (AMD's, those of WSL)."""
-    if (devices / "kfd").exists() or (devices / "dxg").exists():
-        return None
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    there = sum(entry.name.removeprefix("nvidia").isdigit() for entry in devices.glob("nvidia[0-9]*"))
-    return there if visible is None else min(there, len([x for x in visible.split(",") if x.strip()]))
 
 
 def _models(config: PipelineConfig) -> Iterator[str]:

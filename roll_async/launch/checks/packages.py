@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 
+from roll_async.config.engine_traits import ENGINE_TRAITS
 from roll_async.config.schema import (
     AgenticConfig,
     MegatronInferConfig,
@@ -46,9 +47,21 @@ def missing_packages(config: PipelineConfig, *, engines: bool = True) -> list[tu
     return wrong + [
         (key, f"{package} is not installed here: {line or _LINES.get(package, f'pip install {package}')}")
         for key, package, line, folders in found
-        # sys.modules first: `find_spec` raises for a module that was loaded without a spec.
-        if not (package in sys.modules or PathFinder.find_spec(package, folders) or find_spec(package))
+        if not _is_there(package, folders)
     ]
+
+
+def missing_engine(strategy: str, *, on_cpu: bool) -> str | None:
+    """What an engine's library needs, where this environment lacks it."""
+    package = ENGINE_TRAITS[strategy].package
+    if package is None or _is_there(package, [SGLANG_ON_CPU] if on_cpu else []):
+        return None
+    return f"{package} is not installed here: {_ON_CPU[package] if on_cpu else _LINES[package]}"
+
+
+def _is_there(package: str, folders: list[str]) -> bool:
+    # sys.modules first: `find_spec` raises for a module that was loaded without a spec.
+    return bool(package in sys.modules or PathFinder.find_spec(package, folders) or find_spec(package))
 
 
 def _megatron_roles(config: PipelineConfig) -> Iterator[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +21,7 @@ from roll_async.config.schema_rollout import REWARDS
 from roll_async.config.schema_rollout import WORLDS as NAMED_WORLDS
 from roll_async.config.user_code import folders_beside
 from roll_async.config.yaml.diagnostics import shown
+from roll_async.config.yaml.suggest import closest
 from roll_async.envs.registry import WORLDS
 
 _TYPES: Mapping[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), "bool": bool, "str": str}
@@ -85,8 +85,8 @@ def unusable(path: str, folders: Sequence[str], *, is_class: bool) -> str | None
     if bound.keys() & {"*", "__getattr__"} and name not in bound:  # it may come from there
         return None
     if name not in bound:
-        near = get_close_matches(name, bound, 1)
-        return f"{file} has no {what} {name}" + (f"; did you mean '{module}.{near[0]}'?" if near else "")
+        near = closest(name, list(bound))
+        return f"{file} has no {what} {name}" + (f"; did you mean '{module}.{near}'?" if near else "")
     node = bound[name]
     value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
     if isinstance(value, _NO_CODE) or (is_class and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
@@ -104,8 +104,8 @@ def unfit(path: str, values: Mapping[str, object], folders: Sequence[str]) -> It
         return
     for key, value in values.items():
         if key not in fields:
-            near = get_close_matches(key, fields, 1)
-            hint = f"did you mean '{near[0]}'?" if near else f"there are: {', '.join(fields) or 'none'}"
+            near = closest(key, list(fields))
+            hint = f"did you mean '{near}'?" if near else f"there are: {', '.join(fields) or 'none'}"
             yield key, f"unknown key; {hint}"
         elif (wanted := _TYPES.get(fields[key].type)) and not _is(value, wanted):
             yield key, f"expected {fields[key].type}, got {type(value).__name__} {shown(value)}"

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from roll_async.inference.protocol import KVCache
-from roll_async.rollout.dispatch.replica_link import ReplicaLink
+from roll_async.rollout.dispatch.replica_link import ReplicaLink, RequestSpan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +33,8 @@ class ServerStats:
     """Replies of attempts that had ended already; they are discarded."""
     busy_s_by_server: Mapping[str, float] = field(default_factory=dict)
     """Seconds during which at least one request ran there, by replica, over all its restarts."""
+    spans: tuple[RequestSpan, ...] = ()
+    """Of the newest requests that have ended on the replicas that serve now, by their begin."""
     engines: Mapping[str, float] = field(default_factory=dict)
     """Metrics of KV caches and memory of replicas that tell of them, by key; empty where none does."""
 
@@ -90,6 +92,7 @@ class ServerCounts:
             returned_servers=self.returned_servers,
             late_results=self.late_results,
             busy_s_by_server=busy,
+            spans=tuple(sorted((span for link in links for span in link.spans), key=lambda span: span[1])),
             engines={
                 **self._kv_metrics([k.load.kv for k in links if k.load is not None and k.load.kv is not None]),
                 **self._memory_metrics(k.load.peak_bytes for k in links if k.load is not None),

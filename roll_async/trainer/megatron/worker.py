@@ -27,6 +27,7 @@ from roll_async.algorithms.critic import value_loss  # noqa: E402
 from roll_async.algorithms.objective import policy_loss, step_metrics  # noqa: E402
 from roll_async.checkpoint.folders.hf_folder import write_hf_folder  # noqa: E402
 from roll_async.checkpoint.lora import write_adapter  # noqa: E402
+from roll_async.observe.trace import starting  # noqa: E402
 from roll_async.trainer.megatron import ranks  # noqa: E402
 from roll_async.trainer.megatron.micro_batches import MicroBatch  # noqa: E402
 from roll_async.trainer.megatron.model.lora import adapters_off  # noqa: E402
@@ -58,7 +59,8 @@ class MegatronWorker:
         that does not see the devices of its rank.
         """
         cpu_shim.require_device(self._spec.device, cuda=torch.cuda.is_available())
-        ranks.join(self._spec, self._settings.parallel, self._settings.seed)
+        with starting("", "join"):
+            ranks.join(self._spec, self._settings.parallel, self._settings.seed)
         self._device = torch.device(self._spec.device)
         self._model = HfBackedModel(self._settings, self._device)
         self._replay = RouterReplay(self._model.chunks, self._model.config) if self._settings.router_replay else None
@@ -69,8 +71,10 @@ class MegatronWorker:
             self._state = DeviceState(self._model.chunks, [], None, self._device)
             self._runner = ModelRunner(self._model.chunks, self._model.config, self._settings, self._replay)
             return
-        self._network = wrap(self._model.chunks, self._model.config, self._settings.optimizer)
-        self._optimizer, self._grad_scale = build_optimizer(self._network, self._model.config, self._settings.optimizer)
+        chunks, config = self._model.chunks, self._model.config
+        with starting("", "optimizer"):
+            self._network = wrap(chunks, config, self._settings.optimizer)
+            self._optimizer, self._grad_scale = build_optimizer(self._network, config, self._settings.optimizer)
         self._host_state = None
         if self._settings.optimizer.cpu_offload:
             self._host_state = host_state(self._optimizer, self._device)

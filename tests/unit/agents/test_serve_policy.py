@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import urllib.error
@@ -18,8 +19,10 @@ import pytest
 
 from roll_async.agents.messages import Message, TurnRequest
 from roll_async.commands import serve_policy
+from roll_async.commands.command_line import execute
 from roll_async.config import processor
 from roll_async.inference import backends
+from roll_async.launch.checks import packages
 from roll_async.schema import Completion, FinishReason
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -160,7 +163,7 @@ def test_its_template_reads_the_variables_of_the_command_and_refuses_others(firs
         "qwen-3", None, template=moody, template_kwargs=of_command.params["template_kwargs"]
     )
     assert tokenizer.decode(request.prompt_token_ids).startswith("1+1? calm")
-    with pytest.raises(click.UsageError, match=r"--template-kwargs.thinking: true has no effect: .* reads no such"):
+    with pytest.raises(ValueError, match=r"--template-kwargs.thinking: true has no effect: .* reads no such"):
         first_turn("qwen-3", None, template=moody, template_kwargs={"thinking": True})
     for given in ("[1]", "{mood: calm}", "9" * 5000):
         with pytest.raises(click.BadParameter, match="is no JSON"):
@@ -196,12 +199,54 @@ def test_without_a_dtype_an_engine_on_a_cpu_that_emulates_bf16_takes_fp32(monkey
         (["--host", "0.0.0.0"], "--host 0.0.0.0 can be reached by others: give a token"),
         (["--host", "localhost.net"], "--host localhost.net can be reached by others: give a token"),
         (["--remote", "https://host/v1", "--record", "/nowhere/at/all.jsonl"], "--record /nowhere/at/all.jsonl"),
+        (["--host", "no.such.host.invalid", "--token-env", "HOME"], "--host no.such.host.invalid: "),
+        (["--port", "99999999"], "99999999 is not in the range 0<=x<=65535"),
+        (["--engine", "trtllm"], "'trtllm' is not one of 'hf_infer', 'sglang', 'vllm'"),
+        (["--max-model-len", "0"], "0 is not in the range x>=1"),
+        (["--temperature", "nan"], "'nan' is not a finite number"),
+        (["--max-new-tokens", "4096"], "leaves no room for a prompt"),
     ],
 )
-def test_options_that_have_no_effect_or_no_sense_are_refused(arguments, said):
-    from click.testing import CliRunner
+def test_options_that_have_no_effect_or_no_sense_are_refused(arguments, said, capsys):
+    assert said in refusal(["there", *arguments], capsys)
 
-    from roll_async.commands.serve_policy import command
 
-    found = CliRunner().invoke(command, ["there", *arguments])
-    assert found.exit_code == 2 and said in found.output and "sk-1" not in found.output
+def refusal(arguments, capsys):
+    """The one line that a call of the command ends with."""
+    assert execute(serve_policy.command, arguments, "roll-async serve-policy") == 2
+    captured = capsys.readouterr()
+    (line,) = captured.err.splitlines()
+    assert line.startswith("roll-async serve-policy: ") and "sk-1" not in captured.out + line
+    return line
+
+
+def test_a_model_that_is_not_here_is_told_before_an_engine_starts(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "output").mkdir()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for model, said in [
+        (str(tmp_path), "holds no config.json"),
+        ("output/demo_assets/model", "make it with: make demo-assets"),
+        ("some/name", "MODEL: some/name is not in the cache, and the hub cannot be reached"),
+    ]:
+        assert said in refusal([model, "--port", "0"], capsys)
+
+
+def test_an_engine_a_device_or_a_port_that_is_not_to_be_had_is_told_before_it_starts(tmp_path, capsys, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(packages, "find_spec", lambda name: None)
+    monkeypatch.setattr(packages.PathFinder, "find_spec", lambda *_: None)
+    monkeypatch.delitem(sys.modules, "sglang", raising=False)
+    given = [str(tmp_path), "--port", "0"]
+    said = "--engine sglang: sglang is not installed here: pip install"
+    assert said in refusal([*given, "--engine", "sglang"], capsys)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "--device cuda: torch sees no CUDA device here" in refusal([*given, "--device", "cuda"], capsys)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert f"--port {port} is taken" in refusal([str(tmp_path), "--port", port], capsys)
+
+
+def test_what_an_engine_says_of_a_model_that_it_cannot_load_is_one_line(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"model_type": "nobody_knows"}')
+    assert str(tmp_path) in refusal([str(tmp_path), "--port", "0"], capsys)

@@ -113,10 +113,11 @@ def test_samples_are_on_the_disk_before_a_checkpoint_after_which_they_are_not_du
             await super().save(folder, step, state, background=background)
 
     async def scenario():
-        samples = SampleDump(tmp_path / "samples", decode)
+        samples = SampleDump({tmp_path / "samples": 1}, decode)
         run = parts(tmp_path, background=False, samples=samples)
         run.roles["actor_train"] = SeesTheDump()
-        samples.write(4, [{"prompt_token_ids": [1], "response_token_ids": [2]}])
+        row = {"group_id": 0, "trajectory": "", "score": 0.0, "prompt_token_ids": [1], "response_token_ids": [2]}
+        samples.write(4, lambda num_groups: [row])
         asyncio.get_running_loop().call_later(0.05, may_decode.set)
         await run.saver.save(4)
         samples.close()

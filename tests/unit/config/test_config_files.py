@@ -11,9 +11,10 @@ import pytest
 from roll_async.cli import main
 from roll_async.commands.configs.validate import run_validate
 from roll_async.config.api import ConfigError, dump, load, load_with_warnings
-from roll_async.config.loading.lookup import resolve_config
+from roll_async.config.loading.lookup import find_config, resolve_config
 
 REPOSITORY = Path(__file__).resolve().parents[3]
+LISTED = f"shipped are: {', '.join(path.stem for path in sorted(REPOSITORY.glob('configs/*.yaml')))}"
 SHIPPED = sorted([*REPOSITORY.glob("configs/*.yaml"), *REPOSITORY.glob("examples/**/*.yaml")])
 SEED_PATHS = (
     "configs/rlvr_config_async.yaml",
@@ -211,7 +212,7 @@ def test_validate_reports_each_config_by_itself(files, capsys, monkeypatch):
         "bad.yaml:1: error C006: pretrain: required and not set; give a Hugging Face name or a folder",
         "invalid: bad.yaml (2 errors)",
         "ok: run.yaml (rlvr)",
-        "none.yaml:1: error C008: (file): not readable as YAML: No such file or directory",
+        f"none.yaml: error C008: (file): config 'none.yaml' is neither a file here nor a shipped config; {LISTED}",
         "invalid: none.yaml (1 error)",
     ]
 
@@ -295,14 +296,14 @@ def test_a_folder_and_a_name_make_a_path(files, flags):
     assert resolve_config(argv, None) == (files.folder / "sub" / "my.yaml", ["a.b=1"])
 
 
-def test_a_config_that_is_nowhere_names_the_places(files, monkeypatch):
+@pytest.mark.parametrize("look_up", [find_config, lambda name: resolve_config(["--config", name], None)])
+def test_a_config_that_is_nowhere_gets_the_near_name_of_a_shipped_one_or_the_list(files, monkeypatch, look_up):
     monkeypatch.chdir(files.folder)
-    with pytest.raises(ConfigError) as caught:
-        resolve_config(["--config", "none"], "rlvr")
-    shipped = REPOSITORY / "configs"
-    looked = [*("none", "none.yaml"), *(str(f / n) for f in (shipped, REPOSITORY) for n in ("none", "none.yaml"))]
-    places = ", ".join(looked)
-    assert caught.value.diagnostics[0].message == f"config 'none' not found; looked at {places}"
+    for name, hint in (("none", LISTED), ("rlvr_confg_async_cpu.yaml", "did you mean 'rlvr_config_async_cpu'?")):
+        with pytest.raises(ConfigError) as caught:
+            look_up(name)
+        (found,) = caught.value.diagnostics
+        assert found.message == f"config '{name}' is neither a file here nor a shipped config; {hint}"
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ RLVR_CASES = [
     ("C003", {"system_envs": {"A": 1}}, "system_envs.A: expected str, got int 1; quote it"),
     ("C003", {"async_training": {"staleness": {"soft_versions": 0.5}}}, "async_training.staleness.soft_versions: expected int, got float 0.5; it counts weight versions; for a fraction of a batch use async_generation_ratio"),
     ("C004", {"actor_train.model_args": {"dtype": "bf15"}}, 'actor_train.model_args.dtype: "bf15" is not one of bf16 | fp16 | fp32; did you mean \'bf16\'?'),
-    ("C004", {"actor_infer.strategy_args.strategy_config.block_size": 17}, "actor_infer.strategy_args.strategy_config.block_size: 17 is not one of 8 | 16 | 32 | 64 | 128; did you mean '16'?"),
+    ("C004", {"actor_infer.strategy_args.strategy_config.block_size": 17}, "actor_infer.strategy_args.strategy_config.block_size: 17 is not one of 8 | 16 | 32 | 64 | 128"),
     ("C004", {"actor_train.data_args": {"file_name": "a.json", "template": "qwen25"}}, 'actor_train.data_args.template: "qwen25" is not one of native | qwen2_5 | qwen3 | chatml | base; did you mean \'qwen2_5\'?'),
     ("C004", {"pipeline": "rlv"}, 'pipeline: "rlv" is not one of rlvr | agentic; did you mean \'rlvr\'?'),
     ("C004", {"rewards": {"math": {"type": "math_rul"}}}, 'rewards.math.type: "math_rul" is not one of math_rule | math_service | code_sandbox | llm_judge | ifeval | ifeval_strict | multiple_choice | qa | exact_match | supervised | distilled; did you mean \'math_rule\'?'),
@@ -324,9 +324,7 @@ def test_an_error_names_the_file_and_line_of_the_key(files, monkeypatch):
     monkeypatch.chdir(files.folder)
     with pytest.raises(ConfigError) as caught:
         load("top.yaml")
-    assert str(caught.value) == (
-        "part.yaml:3: error C004: ledger.fsync: \"always\" is not one of group | step | never; did you mean 'step'?"
-    )
+    assert str(caught.value) == ('part.yaml:3: error C004: ledger.fsync: "always" is not one of group | step | never')
 
 
 def test_files_that_include_each_other_twice_end_at_the_limit(files):
@@ -375,7 +373,7 @@ REFERENCE_CASES = [
 def test_references_that_can_not_be_are_refused(files, text, message):
     if message is None:
         (error,) = found(load, files.rlvr({"exp_name": text}))
-        assert error.startswith("C011 exp_name: ${seed} names no key of this config; did you mean '"), (
+        assert error.startswith("C011 exp_name: ${seed} names no key of this config; at its top it has: pretrain, "), (
             "defaults are not visible"
         )
     else:
@@ -545,7 +543,7 @@ def test_device_counts_become_device_ids(files):
         ({"nnodes": "2", "n_gpus_per_node": 1}, 'C003 trainer.nnodes: expected int, got str "2"'),
         (
             {"n_gpus_per_node": 1, "device": "tpu"},
-            "C004 trainer.device: \"tpu\" is not one of cpu | cuda; did you mean 'cuda'?",
+            'C004 trainer.device: "tpu" is not one of cpu | cuda',
         ),
         ({"nnodes": 2}, "C006 trainer.n_gpus_per_node: required and not set; give the devices of a node"),
     ):

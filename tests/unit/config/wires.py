@@ -27,6 +27,7 @@ from pytest import MonkeyPatch
 
 from roll_async.algorithms.objective import LossSettings
 from roll_async.buffer.states import QueueOptions
+from roll_async.cluster.placement import place_roles
 from roll_async.cluster.roles.engine_group import RayEngineClient
 from roll_async.cluster.roles.reward_group import HostPlan, RayScorer
 from roll_async.cluster.roles.rollout_process import RolloutProcess
@@ -38,7 +39,7 @@ from roll_async.inference.settings import EngineSettings
 from roll_async.launch import agents, restarts, rollout, run_start
 from roll_async.launch import run as launch_run
 from roll_async.launch.engines import ReplicaStarter
-from roll_async.launch.roles import RoleStarter, place_roles
+from roll_async.launch.roles import RoleStarter
 from roll_async.observe import machine, progress, prometheus, recorder, trace, trackers
 from roll_async.pipelines import checkpoint, validation
 from roll_async.pipelines.protocol import RunPlan
@@ -126,7 +127,8 @@ def started_with(config: RLVRConfig) -> dict[str, object]:
             said["save waits for the files"] = loop._pending is None
             await loop.finish()
             await checkpoint.restore_loop(config, {}, learner, saved)  # type: ignore[arg-type]
-            launch_run._sample_dump(config, stack)
+            observers = SimpleNamespace(samples=part("samples")), SimpleNamespace(path=Path("run"))
+            launch_run._sample_dump(config, stack, observers)  # type: ignore[arg-type]
             clients = SimpleNamespace(start_all=later("start", ["one", "two", "three"]))
             await rollout.start_engines(config, clients, later("beside")(), stack)  # type: ignore[arg-type]
             await started_rollout(config, stack).build(config, process, UserHooks(), "run", 0, None)  # type: ignore[arg-type]
@@ -159,7 +161,7 @@ def started_with(config: RLVRConfig) -> dict[str, object]:
         patch.setattr(trackers, "create_tracker", part("tracker"))
         patch.setattr(prometheus, "PrometheusTracker", part("prometheus"))
         patch.setattr(trace, "Trace", part("trace"))
-        patch.setattr(progress, "ProgressLine", part("progress"))
+        patch.setattr(progress, "Screen", part("progress"))
         patch.setattr(recorder, "Recorder", observer)
         patch.setattr(machine, "gpus_of_machine", lambda: None)
         asyncio.run(start())

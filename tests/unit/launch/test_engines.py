@@ -8,10 +8,10 @@ import pytest
 pytest.importorskip("ray")
 
 from roll_async.cluster.node_pool import NodePool
+from roll_async.cluster.placement import place_roles
 from roll_async.cluster.roles.engine_group import replica_name
 from roll_async.config.api import load
 from roll_async.launch.engines import ReplicaStarter
-from roll_async.launch.roles import place_roles
 
 CONFIG = Path(__file__).resolve().parents[3] / "configs" / "rlvr_config_async_cpu.yaml"
 

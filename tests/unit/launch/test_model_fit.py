@@ -187,7 +187,7 @@ def test_a_model_of_a_hub_is_checked_once_it_is_here(tmp_path, monkeypatch):
     data = tmp_path / "rows.jsonl"
     data.write_text("{}\n")
     folder = model_in(tmp_path / "snapshot")
-    monkeypatch.setattr("roll_async.launch.checks.inputs._folder", lambda key, model: str(folder))
+    monkeypatch.setattr("roll_async.launch.checks.inputs.model_folder", lambda key, model: str(folder))
     files = [f"{key}.file_name={data}" for key in ("actor_train.data_args", "validation.data_args")]
     typed = ["--config", str(CPU), "pretrain=nobody/nothing", *files]
     assert prepare(typed, "rlvr").pretrain == str(folder)

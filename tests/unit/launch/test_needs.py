@@ -8,7 +8,8 @@ pytest.importorskip("ray")
 
 from roll_async.config.api import load
 from roll_async.launch.checks import needs
-from roll_async.launch.checks.needs import gpus_here, needs_elsewhere
+from roll_async.launch.checks.needs import needs_elsewhere
+from roll_async.observe.machine import gpus_here
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 SEVEN = load(CONFIGS / "rlvr_config_async.yaml")

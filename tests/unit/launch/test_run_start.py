@@ -42,6 +42,8 @@ def trained(config, last, saved=()):
         if config.tracking.rollout_dump_dir:
             os.makedirs(config.tracking.rollout_dump_dir, exist_ok=True)
             open(f"{config.tracking.rollout_dump_dir}/step_{step:08d}.jsonl", "w").write(f"{folder.record.run_id}\n")
+        (folder.path / "samples").mkdir(exist_ok=True)
+        (folder.path / f"samples/step_{step:08d}.jsonl").write_text(f"{folder.record.run_id}\n")
     save(checkpoints_of(config, folder.record), *saved)
     (folder.path / "reward.png").write_text(f"until {last}")
     (folder.path / "ledger.sqlite").write_text(f"until {last}")
@@ -57,7 +59,7 @@ def test_a_start_that_does_not_resume_moves_the_former_run_away_whole_and_says_h
     config, second, notices = open_run(config_in(tmp_path))
     moved = tmp_path / "a.1"
     assert sorted(p.name for p in moved.iterdir()) == [
-        "checkpoints", "ledger.sqlite", "metrics.jsonl", "reward.png", "run.json"
+        "checkpoints", "ledger.sqlite", "metrics.jsonl", "reward.png", "run.json", "samples"
     ]  # fmt: skip
     assert second.record.run_id != first.record.run_id and read_record(moved).run_id == first.record.run_id
     assert [p.name for p in second.path.iterdir()] == ["run.json"]
@@ -103,7 +105,9 @@ def test_going_back_sets_checkpoints_metrics_dumps_ledger_and_picture_of_later_s
     into = tmp_path / "a/abandoned/1_after_step_2"
     assert f"what it made of later steps is in {into}" in caplog.text
     assert [p.name for p in sorted((into / "checkpoints").iterdir())] == ["step_00000004", "step_00000006"]
-    assert [p.name for p in sorted((into / "dumps").iterdir())] == [f"step_{n:08d}.jsonl" for n in (3, 4, 5, 6)]
+    for name in ("dumps", "samples"):
+        assert [p.name for p in sorted((into / name).iterdir())] == [f"step_{n:08d}.jsonl" for n in (3, 4, 5, 6)]
+        assert [p.name for p in sorted((tmp_path / "a" / name).iterdir())] == [f"step_{n:08d}.jsonl" for n in (1, 2)]
     assert len((into / "metrics.jsonl").read_text().splitlines()) == 6 and steps_in(folder) == [1, 2]
     assert (into / "reward.png").is_file() and not (folder.path / "reward.png").exists()
     assert (into / "ledger.sqlite").is_file() and (folder.path / "ledger.sqlite").is_file()

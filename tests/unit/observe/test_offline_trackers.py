@@ -24,7 +24,7 @@ from functools import partial
 
 from roll_async.config.api import load
 from roll_async.config.secrets import shown_text
-from roll_async.observe.progress import ProgressLine
+from roll_async.observe.progress import Screen
 from roll_async.observe.recorder import REQUIRED_KEYS, Recorder
 from roll_async.observe.run_folder import RunFolder
 from roll_async.observe.run_record import RunRecord
@@ -41,7 +41,7 @@ def create(name):
 
 
 create = {{name: partial(create, name) for name in tracking.track_with}}
-recorder = Recorder(folder, [], ProgressLine(4), logging_steps=1, create=create)
+recorder = Recorder(folder, [], Screen(4), logging_steps=1, create=create)
 known = len(folder.read_metrics())
 for step in (known + 1, known + 2):
     recorder.step(step, {{**dict.fromkeys(REQUIRED_KEYS, 0.5), "validation/sets/a-b/avg@8": 0.25 * step}})

@@ -10,7 +10,7 @@ from urllib.request import urlopen
 import pytest
 
 from roll_async.observe.prometheus import PrometheusTracker, exposition
-from roll_async.observe.sample_dump import SampleDump
+from roll_async.observe.sample_dump import EVERY_GROUP, SampleDump, chosen_groups
 from roll_async.pipelines.metrics import sample_rows
 from roll_async.schema import Outcome, Turn
 from tests.patience import patient
@@ -48,14 +48,15 @@ def test_the_endpoint_answers_with_the_newest_value_of_every_key_until_it_is_clo
 
 def test_every_trained_sample_is_a_line_with_text_tokens_versions_and_score(tmp_path, build):
     groups = [build.group(group_id=i, scores=(1.0, 0.0), version=3) for i in (4, 9)]
-    dump = SampleDump(tmp_path / "samples", lambda rows: [" ".join(map(str, ids)) for ids in rows])
-    dump.write(7, sample_rows(groups))
+    dump = SampleDump({tmp_path / "samples": EVERY_GROUP}, lambda rows: [" ".join(map(str, ids)) for ids in rows])
+    dump.write(7, lambda num_groups: sample_rows(groups, num_groups=num_groups))
     dump.close()
     (file,) = (tmp_path / "samples").iterdir()
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert file.name == "step_00000007.jsonl" and [r["group_id"] for r in rows] == [4, 4, 9, 9]
     first = rows[0]
     assert (first["prompt"], first["response"], first["response_token_ids"]) == ("5 6", "7 8", [7, 8])
+    assert first["response_pieces"] == ["7", "8"]
     assert first["score"] == 1.0 and first["version_runs"] == [[3, 2]] and first["loss_mask"] == [1, 1]
     assert first["step"] == 7 and first["row_id"] == "row4" and first["behaviour_logprobs"] == [-0.5, -0.5]
 
@@ -83,14 +84,52 @@ def test_the_advantage_of_a_line_is_the_mean_over_its_sampled_tokens(build):
     assert [line["advantage"] for line in sample_rows([group])] == [None, None], "nothing was trained"
 
 
+def test_a_line_has_the_advantage_and_the_trainers_log_prob_of_each_token_where_they_differ(build):
+    group = build.group(scores=(1.0, 0.0))
+    row = build.sample(group.prompt, ids=(7, 8, 9), loss_mask=bytes((1, 0, 1)))
+    group = replace(group, samples=(row, row))
+    advantages = [array("f", [1.0, 9.0, 2.0]), array("f", [1.0, 9.0, 1.0])]
+    first, second = sample_rows([group], advantages, [array("f", [-0.25, 0.0, -1.0])] * 2)
+    assert (first["advantages"], second["advantages"]) == ([1.0, 0.0, 2.0], None)
+    assert first["trainer_logprobs"] == [-0.25, 0.0, -1.0]
+    assert sample_rows([group], advantages)[0]["trainer_logprobs"] is None
+
+
+def test_the_best_the_worst_and_groups_evenly_between_them_are_chosen_and_always_the_same():
+    means = {number: number / 10 for number in range(9)}
+    assert [sorted(chosen_groups(means, n)) for n in (0, 1, 2, 3, 5)] == [
+        [], [8], [0, 8], [0, 4, 8], [0, 2, 4, 6, 8],
+    ]  # fmt: skip
+    assert chosen_groups(means, 99) == set(means) and len(chosen_groups(dict.fromkeys(range(7), 0.5), 4)) == 4
+
+
+def test_each_folder_gets_its_number_of_groups_and_a_screen_the_rows_with_their_texts(tmp_path, build):
+    scores = ((0.0, 0.0), (1.0, 0.0), (1.0, 1.0), (0.5, 0.0))
+    groups = [build.group(group_id=i, scores=found) for i, found in enumerate(scores)]
+    few, every, seen = tmp_path / "few", tmp_path / "every", []
+    dump = SampleDump(
+        {few: 2, every: EVERY_GROUP}, lambda rows: ["text"] * len(rows), show=lambda *told: seen.append(told)
+    )
+    dump.write(3, lambda num_groups: sample_rows(groups, num_groups=num_groups))
+    dump.close()
+    kept = {
+        folder: [json.loads(line)["group_id"] for line in (folder / "step_00000003.jsonl").read_text().splitlines()]
+        for folder in (few, every)
+    }
+    assert kept == {few: [0, 0, 2, 2], every: [0, 0, 1, 1, 2, 2, 3, 3]}
+    ((step, rows),) = seen
+    assert step == 3 and len(rows) == 8 and {row["response"] for row in rows} == {"text"}
+    assert [row["group_id"] for row in sample_rows(groups, num_groups=2)] == [0, 0, 2, 2]
+
+
 def test_a_dump_that_cannot_be_written_is_not_silent(tmp_path, build):
     def refuse(rows):
         raise OSError("disk is full")
 
-    dump = SampleDump(tmp_path, refuse)
-    dump.write(1, sample_rows([build.group()]))
+    dump = SampleDump({tmp_path: 1}, refuse)
+    dump.write(1, lambda num_groups: sample_rows([build.group()]))
     with pytest.raises(OSError, match="disk is full"):
         dump.close()
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="rollout_dump_dir"):
-        SampleDump(tmp_path / "file" / "folder", refuse)
+        SampleDump({tmp_path / "file" / "folder": 1}, refuse)

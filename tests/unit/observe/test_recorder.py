@@ -5,7 +5,7 @@ import json
 import pytest
 
 from roll_async.observe.disk import Unwritable
-from roll_async.observe.progress import ProgressLine
+from roll_async.observe.progress import Screen
 from roll_async.observe.recorder import REQUIRED_KEYS, Recorder
 from roll_async.observe.run_folder import RunFolder
 
@@ -23,6 +23,9 @@ class Kept:
             raise self._error
         self.told[step] = dict(metrics)
 
+    def samples(self, step, picked):
+        self.told_samples = [*getattr(self, "told_samples", []), (step, picked)]
+
     def close(self):
         self.closed += 1
         if self._error is not None:
@@ -31,7 +34,7 @@ class Kept:
 
 def test_a_validation_reaches_the_trackers_also_between_two_logged_steps(tmp_path):
     kept = Kept()
-    recorder = Recorder(RunFolder(str(tmp_path), "run"), [kept], ProgressLine(4), logging_steps=2)
+    recorder = Recorder(RunFolder(str(tmp_path), "run"), [kept], Screen(4), logging_steps=2)
     result = {"validation/lag": 1.0, "validation/accuracy": 0.5, "validation/sets/aime/avg@8": 0.25}
     for step in (1, 2, 3, 4):
         found = result if step in (3, 4) else {}
@@ -48,7 +51,7 @@ def test_a_run_that_goes_back_tells_a_new_tracker_of_the_steps_it_keeps_and_the_
     made = [Kept(), Kept()]
     rest = iter(made)
     folder = RunFolder(str(tmp_path), "run")
-    recorder = Recorder(folder, [], ProgressLine(4), logging_steps=2, create={"kept": lambda: next(rest)})
+    recorder = Recorder(folder, [], Screen(4), logging_steps=2, create={"kept": lambda: next(rest)})
     for step in (1, 2, 3, 4):
         recorder.step(step, dict.fromkeys(REQUIRED_KEYS, 0.0))
     folder.leave_behind(3, tmp_path / "aside")
@@ -60,7 +63,7 @@ def test_a_run_that_goes_back_tells_a_new_tracker_of_the_steps_it_keeps_and_the_
 
 def test_a_metric_above_its_limit_is_one_warning_until_it_has_been_below(tmp_path, caplog):
     limits = {"idle/trainer": 0.5, "fully_async/sync_failure": 0.0}
-    recorder = Recorder(RunFolder(str(tmp_path), "run"), [], ProgressLine(5), logging_steps=9, alarms=limits)
+    recorder = Recorder(RunFolder(str(tmp_path), "run"), [], Screen(5), logging_steps=9, alarms=limits)
     for step, idle in enumerate((0.5, 0.6, 0.9, 0.1, 0.7), start=1):
         recorder.step(step, {**dict.fromkeys(REQUIRED_KEYS, 0.0), "idle/trainer": idle})
     assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
@@ -72,7 +75,7 @@ def test_a_metric_above_its_limit_is_one_warning_until_it_has_been_below(tmp_pat
 
 def test_a_metric_that_comes_late_is_an_alarm_all_the_same(tmp_path, caplog):
     recorder = Recorder(
-        RunFolder(str(tmp_path), "run"), [], ProgressLine(5), logging_steps=9, alarms={"val/reward_mean": 0.5}
+        RunFolder(str(tmp_path), "run"), [], Screen(5), logging_steps=9, alarms={"val/reward_mean": 0.5}
     )
     recorder.step(1, dict.fromkeys(REQUIRED_KEYS, 0.0))
     recorder.step(2, {**dict.fromkeys(REQUIRED_KEYS, 0.0), "val/reward_mean": 0.75})
@@ -94,7 +97,7 @@ def warnings(caplog):
 def test_every_tracker_gets_every_metric_and_one_that_raises_is_left_out_with_one_warning(tmp_path, caplog):
     good, bad = Kept("good"), Kept("bad", error=ConnectionError("no route"), at=2)
     create = {"bad": lambda: bad, "good": lambda: good}
-    recorder = Recorder(RunFolder(str(tmp_path), "run"), [], ProgressLine(4), logging_steps=1, create=create)
+    recorder = Recorder(RunFolder(str(tmp_path), "run"), [], Screen(4), logging_steps=1, create=create)
     steps(recorder, 1, 2, 3, 4)
     recorder.close()
     assert sorted(good.told) == [1, 2, 3, 4] and sorted(bad.told) == [1] and good.told[1] == bad.told[1]
@@ -108,7 +111,7 @@ def test_a_tracker_that_fails_to_finish_is_a_warning_and_the_others_are_closed(t
     made = {"bad": Kept("bad", error=error), "good": Kept("good")}
     create = {name: (lambda tracker=tracker: tracker) for name, tracker in made.items()}
     lasting = Kept("lasting", error=error)
-    recorder = Recorder(RunFolder(str(tmp_path), "run"), [lasting], ProgressLine(4), logging_steps=1, create=create)
+    recorder = Recorder(RunFolder(str(tmp_path), "run"), [lasting], Screen(4), logging_steps=1, create=create)
     steps(recorder, 1)
     recorder.close()
     assert [t.closed for t in (*made.values(), lasting)] == [1, 1, 1]
@@ -119,7 +122,7 @@ def test_a_tracker_that_fails_to_finish_is_a_warning_and_the_others_are_closed(t
 
 def test_a_full_disk_is_told_by_whoever_finds_it_and_ends_the_run(tmp_path):
     full = Kept("tensorboard", error=Unwritable("cannot write"), at=1)
-    recorder = Recorder(RunFolder(str(tmp_path), "run"), [full], ProgressLine(4), logging_steps=1)
+    recorder = Recorder(RunFolder(str(tmp_path), "run"), [full], Screen(4), logging_steps=1)
     with pytest.raises(Unwritable):
         steps(recorder, 1)
 
@@ -138,7 +141,7 @@ def test_after_a_step_back_a_tracker_that_failed_gets_another_chance_and_one_tha
 
     folder = RunFolder(str(tmp_path), "run")
     names = {"bad": lambda: create("bad"), "good": lambda: create("good")}
-    recorder = Recorder(folder, [], ProgressLine(4), logging_steps=1, create=names)
+    recorder = Recorder(folder, [], Screen(4), logging_steps=1, create=names)
     steps(recorder, 1, 2)
     folder.leave_behind(1, tmp_path / "aside")
     recorder.new_branch()
@@ -159,5 +162,5 @@ def test_a_tracker_that_cannot_start_keeps_the_run_from_starting_and_the_others_
 
     with pytest.raises(ValueError, match="wandb: cannot start"):
         create = {"opened": lambda: opened, "wandb": refuses}
-        Recorder(RunFolder(str(tmp_path), "run"), [], ProgressLine(4), logging_steps=1, create=create)
+        Recorder(RunFolder(str(tmp_path), "run"), [], Screen(4), logging_steps=1, create=create)
     assert opened.closed == 1

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from roll_async.observe.machine import Gpus, peak_bytes
-from roll_async.observe.progress import ProgressLine
+from roll_async.observe.progress import Screen
 from roll_async.observe.recorder import REQUIRED_KEYS, Recorder
 from roll_async.observe.run_folder import RunFolder
 from roll_async.rollout.dispatch.server_counts import ServerCounts
@@ -99,7 +99,7 @@ def test_gpus_are_asked_in_a_thread_that_ends():
 
 def test_memory_of_the_driver_and_use_of_gpus_are_in_every_record(tmp_path):
     gpus = Gpus(FakeNvml())
-    recorder = Recorder(RunFolder(str(tmp_path), "run"), [], ProgressLine(1), logging_steps=1, gpus=gpus)
+    recorder = Recorder(RunFolder(str(tmp_path), "run"), [], Screen(1), logging_steps=1, gpus=gpus)
     gpus.sample()
     recorder.step(1, dict.fromkeys([*REQUIRED_KEYS, "reward/mean"], 0.0))
     recorder.close()
@@ -111,7 +111,7 @@ def test_memory_of_the_driver_and_use_of_gpus_are_in_every_record(tmp_path):
 def test_the_memory_of_the_largest_replica_is_published_and_stays_when_it_is_gone():
     def link(peak):
         load = None if peak is None else SimpleNamespace(kv=None, peak_bytes=peak)
-        return SimpleNamespace(name="e", load=load, busy_until_s=lambda now_s: 0.0)
+        return SimpleNamespace(name="e", spans=(), load=load, busy_until_s=lambda now_s: 0.0)
 
     counts = ServerCounts()
 

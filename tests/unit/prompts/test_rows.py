@@ -171,7 +171,7 @@ def test_an_unreadable_file_is_one_error_that_names_it(tmp_path, name, content, 
     ("name", "remedy"),
     [
         ("data/gsm8k/train.jsonl", "openai/grade-school-math"),
-        ("output/demo_assets/train.jsonl", "make demo-assets"),
+        ("output/demo_assets/train.jsonl", "roll-async demo --assets-only"),
         ("data/skywork_or1_1_5b_diff_sys/train.parquet", "process_skywork.py"),
         ("data/aime24_sys/test.parquet", "process_aime24.py"),
         ("data/dapo-math-17k.parquet", "prepare_dapo_data.sh"),

@@ -13,11 +13,11 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
 from roll_async.agents.messages import Message
 from roll_async.agents.rendering import TemplateRenderer
+from roll_async.commands.demo import assets
 from roll_async.prompts.tokenizer import ChatEncoder, load_tokenizer, lost_by, told, unread
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
 import make_agentic_assets
-import make_demo_assets
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
@@ -103,7 +103,7 @@ def test_the_demos_tokenizers_keep_all_text_beside_the_demos_models(tmp_path):
         make_agentic_assets.CALL,
     ):
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    make_demo_assets.make_tokenizer(tmp_path / "demo")
+    assets.make_tokenizer(tmp_path / "demo")
     (tmp_path / "demo" / "config.json").write_text(json.dumps(QWEN))
     tokenizer = load_tokenizer(str(tmp_path / "demo"))
     assert tokenizer("1+23=")["input_ids"] == [4, 13, 5, 6, 14], "as the models of the demo know them"

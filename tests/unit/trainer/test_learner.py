@@ -199,6 +199,17 @@ def test_a_step_reports_the_advantages_that_it_trained_with_row_by_row(build):
     assert (found[0][0], found[0][2], found[1][0]) == (0.25, 0.25, -0.25), "as the loss gets them"
 
 
+def test_a_step_reports_the_log_probs_of_the_trainer_where_it_has_made_some(build):
+    trial = Trial(shift=0.25)
+    rows = trial.step(of_lengths(build, (3, 1.0), (1, 0.0)))
+    found = [found.tolist() for found in trial.report.trainer_logprobs]
+    assert found == [rows.proximal_logprobs[0, 2:5].tolist(), rows.proximal_logprobs[1, 2:3].tolist()]
+    for source in ("reuse", "behaviour"):
+        trial = Trial(proximal_logprobs=source, mini_batch_rows=2)
+        trial.step(of_lengths(build, (3, 1.0), (1, 0.0)))
+        assert trial.report.trainer_logprobs == ()
+
+
 def test_the_actor_replays_the_engines_experts_and_the_reference_does_not(build):
     prompt = build.prompt(ids=(5, 6))
     record = ExpertRecord(ids=array("B", [0, 1, 1, 2]), num_layers=1, top_k=2)

@@ -24,6 +24,7 @@ from roll_async.checkpoint.lora import merged
 from roll_async.checkpoint.lora_targets import target_layers
 from roll_async.checkpoint.rotary import Rotary
 from roll_async.checkpoint.transforms import HeadLayout, shard, to_hf, to_megatron, unshard
+from roll_async.observe.trace import starting
 from roll_async.trainer.megatron import ranks
 from roll_async.trainer.megatron.model.layer_spec import LONGEST_SHARED_ROW, block_spec, choose_layers
 from roll_async.trainer.megatron.model.lora import (
@@ -86,11 +87,13 @@ class HfBackedModel:
         self.flops = model_flops(self._hf.config, settings)
         torch.manual_seed(settings.seed)
         stages = range(settings.parallel.virtual_pipeline or 1)
-        self.chunks = [self._build(stage if len(stages) > 1 else None) for stage in stages]
+        with starting("", "model"):
+            self.chunks = [self._build(stage if len(stages) > 1 else None) for stage in stages]
         self._sharded: dict[str, bool] = {}
         self._outlines: list[list[_Outline]] | None = None
         if with_weights:
-            self._load()
+            with starting("", "load"):
+                self._load()
         if settings.lora_rank:
             self._add_adapters()
         self._freeze(settings.frozen)

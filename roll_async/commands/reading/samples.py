@@ -1,0 +1,53 @@
+"""`roll-async samples`: answers that a run keeps, in the terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from roll_async.commands.command_line import EXIT_FINISHED, HELP, bad_usage
+from roll_async.observe.reading.run_reader import RunReader, visible
+from roll_async.observe.reading.sample_index import SampleFilter
+
+
+@click.command(context_settings=HELP)
+@click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
+@click.option("--best", "order", flag_value="best", help="Highest score first.")
+@click.option("--worst", "order", flag_value="worst", help="Lowest score first.")
+@click.option("--step", type=click.IntRange(min=0), help="Of this step only.")
+@click.option("--domain", help="Of this domain only.")
+@click.option("-n", "count", metavar="K", type=click.IntRange(min=1), default=5, help="How many; default 5.")
+def command(run: Path, order: str | None, step: int | None, domain: str | None, count: int) -> int:
+    """Answers of a run, the newest first: prompt, answer, score, weight version.
+
+    Control characters in them are printed as escapes.
+
+    \b
+    Example:
+      roll-async samples output/addition_demo --worst --step 20 -n 3
+
+    Exit codes: 0 told, 2 no run, or no sample that fits.
+    """
+    asked = SampleFilter(domain=domain, first_step=step, last_step=step, order=order or "newest")
+    try:
+        index = RunReader(run).samples
+        index.refresh()
+        _, entries = index.page(asked, limit=count)
+        if not entries:
+            domains = ", ".join(map(str, index.choices()["domain"]))
+            has = f"it has those of {domains}" if domains else "it keeps none (tracking.samples_per_step)"
+            raise ValueError(f"{run}: no sample fits; {has}")
+        rows = [next(row for row in index.group_of(e["id"]) if row["id"] == e["id"]) for e in entries]  # type: ignore[arg-type]
+    except (ValueError, OSError) as wrong:
+        return bad_usage("samples", wrong)
+    for entry, row in zip(entries, rows, strict=True):
+        score = "-" if entry["score"] is None else f"{entry['score']:.3f}"
+        print(
+            f"step {entry['step']}  group {entry['group_id']}  {entry['domain']}  score {score}  {entry['outcome']}  "
+            f"{entry['tokens']} tokens  version {entry['version']}"
+        )
+        for name in ("prompt", "response", "ground_truth"):
+            print(f"  {name}: " + visible(str(row[name])).replace("\n", "\n    "))
+        print()
+    return EXIT_FINISHED
