@@ -205,7 +205,7 @@ def _text(choices: Choices, layout: DeviceLayout) -> str:
     where = "on CPU" if on_cpu else f"{choices.gpus} GPU" + "s" * (choices.gpus > 1)
     together = layout.engines == 0
     how = "trainer and engine take turns" if together else "the next batch is generated while one is trained"
-    head = f"{Path(choices.model).name}, {choices.billions:g} B parameters, {where}: {how}"
+    head = f"{Path(choices.model).name}, {where}: {how}"
     return f"""\
 # {head}.
 # Check it with `roll-async validate FILE` and `roll-async show FILE --memory`; all keys: docs_roll/configuration.md.
