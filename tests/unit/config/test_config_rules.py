@@ -190,6 +190,7 @@ W = [
     ("W08", {"async_training.interrupt": {"mode": "wait"}}, "async_training.interrupt: no effect with async_generation_ratio 0 and trigger_parameter_sync_step 1"),
     ("W10", {"pg_variant": "kimi15"}, "algorithm.pg_options.ratio_base: the penalty of kimi15 is zero: with one optimizer step per batch the weights are those of ratio_base proximal; set it to behaviour, or take several optimizer steps"),
     ("W10", {**IN_PARTS, "pg_variant": "kimi15"}, "algorithm.pg_options.ratio_base: the penalty of kimi15 is zero: with one optimizer step per part of a batch (async_training.require_batches) the weights are those of ratio_base proximal; set it to behaviour, or take several optimizer steps"),
+    ("W15", {"rollout_batch_size": 128, "actor_train.training_args": {"per_device_train_batch_size": 1}}, "actor_train.training_args.gradient_accumulation_steps: not set, so each batch is 64 optimizer steps of 4 samples; 64 makes it one"),
     ("W09", {"actor_infer.device_mapping": None}, "actor_infer.device_mapping: actor_infer runs on CPU (device_mapping is null) while actor_train uses devices"),
 ]  # fmt: skip
 
