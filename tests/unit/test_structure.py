@@ -56,8 +56,8 @@ def test_the_loop_is_two_files_from_the_start_script_a_weight_push_three_and_the
 
 
 LIMITS = {
-    "lines": 64_935,
-    "classes": 794,
+    "lines": 65_120,
+    "classes": 795,
     "dataclasses": 361,
     "protocols": 64,
     "functions per 1,000 lines": 68.5,
