@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
 
 pytest.importorskip("megatron.core")
 
@@ -145,3 +146,51 @@ def test_a_packed_step_makes_one_call_a_layer_and_micro_batch_and_is_the_padded_
     assert_near(torch.tensor(losses["packed"]), torch.tensor(losses["padded"]), 4 * reordered(rows.tokens.numel()))
     batches = len(CALLS) / 2 / layers
     assert batches.is_integer() and 1 < batches < len(rows.lengths)
+
+
+def test_the_rotation_is_one_graph_that_is_compiled_twice_however_many_lengths_come(monkeypatch):
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # an engine on a CPU sets it for its process
+    torch._dynamo.reset()
+    count = CompileCounterWithBackend("aot_eager")
+    turned = torch.compile(attention._rotated, backend=count, fullgraph=True)
+    for positions in (64, 63, 17, 2, 40):
+        generator = torch.Generator().manual_seed(positions)
+        query, key = (torch.randn(positions, heads, 12, generator=generator) for heads in (4, 2))
+        angles = torch.rand(positions, 1, 4, generator=generator)
+        for found, wanted in zip(
+            turned(query, key, angles.cos(), angles.sin(), False),
+            attention._rotated(query, key, angles.cos(), angles.sin(), False),
+            strict=True,
+        ):
+            assert_near(found, wanted, reordered(2))
+            assert torch.equal(found[..., 8:], (query if found.shape[1] == 4 else key)[..., 8:])
+    assert count.frame_count == 2
+
+
+def test_swiglu_in_one_pass_equals_its_steps_with_their_gradient():
+    """On a device with Triton Megatron's own, compiled; on a CPU its steps."""
+    from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
+
+    def steps(x):
+        gate, up = x.chunk(2, -1)
+        return torch.nn.functional.silu(gate) * up
+
+    x = torch.randn(5, 1, 64, generator=torch.Generator().manual_seed(0))
+    one_pass, by_steps = (with_gradients(form, [x]) for form in (lambda y: bias_swiglu_impl(y, None), steps))
+    for found, wanted in zip(one_pass, by_steps, strict=True):
+        assert_near(found, wanted, reordered(8))
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_swiglu_is_fused_where_passes_are_compiled(there, tmp_path, monkeypatch):
+    import megatron_cases as cases
+
+    from roll_async.checkpoint.folders.hf_folder import HfFolder
+    from roll_async.checkpoint.hf_names.families import family_of
+    from roll_async.trainer.megatron.model import model_config
+
+    monkeypatch.setattr(model_config, "compiles", lambda device: there)
+    folder = cases.model_folder(tmp_path, "dense")
+    hf = HfFolder(folder).config
+    config = model_config.transformer_config(hf, family_of(hf.architecture()), cases.settings_of(folder))
+    assert config.bias_activation_fusion is there

@@ -19,11 +19,7 @@ from torch import Tensor
 
 from roll_async.algorithms.logprobs import Sampling, drop_truncated
 from roll_async.trainer.megatron.compiled import compiled, compiles
-
-_CHUNK_BYTES = {"cuda": 128 << 20, "cpu": 2 << 20}
-"""Of one float32 copy of some rows, where nothing is compiled; up to 3 are alive, 8 with truncated sampling. On the CPU
-they fit a core's cache, and are memory the allocator has at hand: fresh pages cost like a pass.
-"""
+from roll_async.trainer.megatron.memory_estimate import CHUNK_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +134,7 @@ def _rows(logits: Tensor, gathered: int = 0) -> Iterator[slice]:
     if compiles(device) and not gathered:
         yield slice(None)
         return
-    step = max(1, _CHUNK_BYTES.get(device, _CHUNK_BYTES["cuda"]) // (4 * logits.shape[1] * max(1, gathered)))
+    step = max(1, CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"]) // (4 * logits.shape[1] * max(1, gathered)))
     yield from (slice(start, start + step) for start in range(0, max(1, len(logits)), step))
 
 
