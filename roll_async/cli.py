@@ -9,6 +9,8 @@ from roll_async.commands.command_line import EXIT_CODES, Commands, execute
 
 COMMANDS = {
     "run": ("roll_async.commands.run", "train what a config says"),
+    "sft": ("roll_async.commands.supervised", "supervised fine-tuning on chats: the trainer without engines"),
+    "dpo": ("roll_async.commands.supervised", "preference optimisation on pairs of answers, without engines"),
     "validate": ("roll_async.commands.configs.validate", "check configs, one line each"),
     "show": (
         "roll_async.commands.configs.show",

@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,16 +27,18 @@ from roll_async.commands.command_line import (
     EXIT_USAGE,
     execute,
 )
-from roll_async.config.api import dump, load
+from roll_async.config.api import dump, load_with_warnings
 from roll_async.config.loading.lookup import resolve_config
-from roll_async.config.schema import AgenticConfig, RLVRConfig
+from roll_async.config.schema import PipelineConfig, RunConfig, SupervisedConfig
 from roll_async.config.secrets import is_secret, shown_text, with_secrets, without_secrets
+from roll_async.config.yaml.compose import OVERRIDE
 from roll_async.launch.run_start import checkpoints_of, go_back, how_to_continue, lock_run, open_run, restored_step
 from roll_async.launch.signals import EndedAtOnce, outlive_state_requests
 from roll_async.observe.disk import Unwritable
 
 if TYPE_CHECKING:
     from roll_async.cluster.runtime import RuntimeInfo
+    from roll_async.launch.restarts import Start
     from roll_async.observe.recorder import Recorder
     from roll_async.observe.run_folder import RunFolder
     from roll_async.observe.trackers import Tracker
@@ -84,8 +87,12 @@ def launcher(
     )
     @click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[KEY=VALUE]...")
     def train(args: tuple[str, ...]) -> int:
-        chosen = default is None or any(arg.startswith("--config") for arg in args)  # also --config-name
-        return run_command(args if chosen else ["--config", str(default), *args], pipeline=pipeline, hooks=hooks)
+        if any(arg.startswith("--config") for arg in args):  # also --config-name
+            return run_command(args, pipeline=pipeline, hooks=hooks)
+        if args and not args[0].startswith("-") and not OVERRIDE.match(args[0]):
+            return run_command(["--config", *args], pipeline=pipeline, hooks=hooks)
+        named = () if default is None else ("--config", default)
+        return run_command([*named, *args], pipeline=pipeline, hooks=hooks)
 
     return train
 
@@ -107,7 +114,7 @@ def run_command(args: Sequence[str], *, pipeline: str | None, hooks: UserHooks |
         try:
             # Before all that takes time: a second start beside a running one ends at once, and touches nothing.
             path, overrides = _resolved(args, pipeline)
-            lock_run(load(path, overrides, pipeline), held)
+            lock_run(load_with_warnings(path, overrides, pipeline).config, held)
             config = prepare(args, pipeline)
         except (ValueError, Unwritable) as error:
             return _refused(error)
@@ -128,7 +135,7 @@ def _refused(error: ValueError | Unwritable) -> int:
     return EXIT_ROLE_FAILED if isinstance(error, Unwritable) else EXIT_USAGE
 
 
-def prepare(args: Sequence[str], pipeline: str | None) -> RLVRConfig | AgenticConfig:
+def prepare(args: Sequence[str], pipeline: str | None) -> RunConfig:
     """The config that a launcher's arguments name, past the gate and with a folder for every model. Warnings go to
     stderr. Raises ValueError for everything that keeps the run from starting and that a laptop can see.
     """
@@ -147,7 +154,7 @@ def prepare(args: Sequence[str], pipeline: str | None) -> RLVRConfig | AgenticCo
     return config
 
 
-def _check_memory(config: RLVRConfig | AgenticConfig) -> None:
+def _check_memory(config: RunConfig) -> None:
     """Against the devices of this machine, where a role uses any; those of other machines are taken to be alike."""
     if not any(role.device_mapping for _, role in config.roles()):
         return  # before torch, whose import takes seconds that the start of Ray can use
@@ -159,7 +166,7 @@ def _check_memory(config: RLVRConfig | AgenticConfig) -> None:
         require_fit(config, torch.cuda.get_device_properties(0).total_memory)
 
 
-def _run(config: RLVRConfig | AgenticConfig, hooks: UserHooks | None) -> int:
+def _run(config: RunConfig, hooks: UserHooks | None) -> int:
     """Run folder, Ray, the loop, the report; every failure becomes one readable line and an exit code."""
     from roll_async.cluster.folders import absolute_paths
     from roll_async.pipelines.wire import UserHooks
@@ -176,8 +183,13 @@ def _run(config: RLVRConfig | AgenticConfig, hooks: UserHooks | None) -> int:
     for notice in notices:
         logger.warning(notice)
     try:
+        config, start = _start_of(config, hooks)
+    except ValueError as error:  # of rows that cannot be trained on
+        _ended(folder, "failed", reason=str(error)[:_REASON_CHARACTERS])
+        return _refused(error)
+    try:
         folder.write_config(dump(without_secrets(config)), is_secret)
-        return _run_in(config, folder, hooks)
+        return _run_in(config, folder, start)
     except KeyboardInterrupt as error:
         if not isinstance(error, EndedAtOnce):
             print("interrupted before the first step; nothing to save", file=sys.stderr)
@@ -195,7 +207,22 @@ def _run(config: RLVRConfig | AgenticConfig, hooks: UserHooks | None) -> int:
         return EXIT_ROLE_FAILED if code is None else code
 
 
-def _interrupted(config: RLVRConfig | AgenticConfig, folder: RunFolder) -> int:
+def _start_of(config: RunConfig, hooks: UserHooks) -> tuple[RunConfig, Start]:
+    """What starts the roles of the run, and the config with the steps that its rows make. Raises ValueError for rows
+    that cannot be trained on.
+    """
+    if isinstance(config, SupervisedConfig):
+        from roll_async.launch.supervised import load_data, start_supervised
+        from roll_async.trainer.supervised import num_steps
+
+        data = load_data(config)
+        return replace(config, max_steps=num_steps(config, data)), partial(start_supervised, data=data)
+    from roll_async.launch.run import start_run
+
+    return config, partial(start_run, hooks=hooks)
+
+
+def _interrupted(config: RunConfig, folder: RunFolder) -> int:
     """Say how the run is continued, if there is something to continue."""
     if folder.record is not None and checkpoints_of(config, folder.record).steps():
         print(f"continue with: {how_to_continue(config, folder.record)}", file=sys.stderr, flush=True)
@@ -252,7 +279,7 @@ def ended(name: str, work: Callable[[], int]) -> int:
         return code
 
 
-def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, hooks: UserHooks) -> int:
+def _run_in(config: RunConfig, folder: RunFolder, start: Start) -> int:
     from roll_async.cluster.role_log import role_environment
     from roll_async.cluster.runtime import ray_runtime
     from roll_async.launch.roles import processes_of
@@ -268,15 +295,13 @@ def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, hooks: UserHo
         recorder.repeat()
     where = "CPU" if not any(p.gpu_ids for p in processes) else f"{config.num_nodes} node(s)"
     print(
-        f"{config.exp_name}: {config.max_steps} steps of {config.groups_per_batch} prompts x "
-        f"{config.samples_per_group} samples, ratio {config.async_generation_ratio:g}, on {where}; "
-        f"output in {folder.path}",
+        f"{config.exp_name}: {config.max_steps} steps of {_step_of(config)}, on {where}; output in {folder.path}",
         flush=True,
     )
     env = role_environment(folder.role_logs())
     try:
         with ray_runtime(num_processes=len(processes) + 2, env=env) as runtime:
-            end = asyncio.run(_train(config, runtime, (recorder, folder), hooks))
+            end = asyncio.run(_train(config, runtime, (recorder, folder), start))
     except BaseException:  # the first error is the one that is told
         with suppress(OSError):
             recorder.close()
@@ -285,12 +310,20 @@ def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, hooks: UserHo
     return _report(config, folder, end)
 
 
-def _recorder(config: RLVRConfig | AgenticConfig, folder: RunFolder) -> Recorder:
+def _step_of(config: RunConfig) -> str:
+    if isinstance(config, PipelineConfig):
+        size = f"{config.groups_per_batch} prompts x {config.samples_per_group} samples"
+        return f"{size}, ratio {config.async_generation_ratio:g}"
+    assert isinstance(config, SupervisedConfig)
+    return f"{config.train_batch_size} {'pairs' if config.pipeline == 'dpo' else 'rows'}"
+
+
+def _recorder(config: RunConfig, folder: RunFolder) -> Recorder:
     """Everything that observes the run. Raises ValueError for a tracker that cannot be opened."""
     from roll_async.observe.machine import gpus_of_machine
     from roll_async.observe.progress import ProgressLine
     from roll_async.observe.prometheus import PrometheusTracker
-    from roll_async.observe.recorder import Recorder
+    from roll_async.observe.recorder import KEYS_WITHOUT_ENGINES, REQUIRED_KEYS, Recorder
     from roll_async.observe.trace import Trace
     from roll_async.observe.trackers import create_tracker
 
@@ -316,14 +349,15 @@ def _recorder(config: RLVRConfig | AgenticConfig, folder: RunFolder) -> Recorder
         gpus=gpus_of_machine(),
         create={name: partial(create, name) for name in tracking.track_with},
         alarms=tracking.alarms,
+        required=REQUIRED_KEYS if isinstance(config, PipelineConfig) else KEYS_WITHOUT_ENGINES,
     )
 
 
 async def _train(
-    config: RLVRConfig | AgenticConfig,
+    config: RunConfig,
     runtime: RuntimeInfo,
     observers: tuple[Recorder, RunFolder],
-    hooks: UserHooks,
+    start: Start,
 ) -> RunEnd:
     """Start the roles, run the loop, export the model. When a role dies, all roles are started again."""
     from roll_async.launch.restarts import can_restart, restart_from_newest, started_roles
@@ -332,7 +366,7 @@ async def _train(
     recorder, folder = observers
     while True:
         try:
-            async with started_roles(config, runtime, observers, hooks) as pipeline:
+            async with started_roles(config, runtime, observers, start) as pipeline:
                 with after_start(GeneratedTooMany):
                     end = await pipeline.run()
                     await pipeline.export_hf(str(folder.path / "hf"))
@@ -344,19 +378,20 @@ async def _train(
             config = restart_from_newest(config, recorder, folder, error)
 
 
-def _report(config: RLVRConfig | AgenticConfig, folder: RunFolder, end: RunEnd) -> int:
+def _report(config: RunConfig, folder: RunFolder, end: RunEnd) -> int:
     from roll_async.observe import report
     from roll_async.pipelines.protocol import RunEnd
 
     metrics = folder.read_metrics()
     if metrics:
-        report.draw(metrics, folder.path / "reward.png", f"{config.exp_name}, ratio {config.async_generation_ratio:g}")
-        rows = [
-            ("model (Transformers)", str(folder.path / "hf")),
-            ("checkpoints", config.checkpoint.output_dir),
-            ("picture", str(folder.path / "reward.png")),
-        ]
-        print(f"\n{end.value}\n{report.summary(metrics, rows)}", flush=True)
+        rows = [("model (Transformers)", str(folder.path / "hf")), ("checkpoints", config.checkpoint.output_dir)]
+        if isinstance(config, PipelineConfig):
+            picture = folder.path / "reward.png"
+            report.draw(metrics, picture, f"{config.exp_name}, ratio {config.async_generation_ratio:g}")
+            said = report.summary(metrics, [*rows, ("picture", str(picture))])
+        else:
+            said = report.summary_without_engines(metrics, rows)
+        print(f"\n{end.value}\n{said}", flush=True)
     if end is not RunEnd.INTERRUPTED:
         return _ended(folder, "finished")
     return _interrupted(config, folder)

@@ -21,6 +21,7 @@ from roll_async.cluster.roles.training_role import TrainingRole
 from roll_async.cluster.runtime import RuntimeInfo, pretended_gpus
 from roll_async.config.schema import (
     PipelineConfig,
+    RunConfig,
     WorkerConfig,
     reference_is_actor,
     roles_on_engine_devices,
@@ -35,21 +36,22 @@ from roll_async.weight_sync.protocol import DevicePhase
 logger = logging.getLogger(__name__)
 
 
-def training_roles(config: PipelineConfig) -> dict[str, WorkerConfig]:
+def training_roles(config: RunConfig) -> dict[str, WorkerConfig]:
     """Roles with Megatron ranks of their own."""
     roles = {name: worker for name, worker in config.roles() if name != "actor_infer"}
-    if reference_is_actor(config):
+    if isinstance(config, PipelineConfig) and reference_is_actor(config):
         roles.pop("reference")
     return roles
 
 
-def place_roles(config: PipelineConfig) -> dict[str, tuple[ProcessPlacement, ...]]:
+def place_roles(config: RunConfig) -> dict[str, tuple[ProcessPlacement, ...]]:
     """Device mappings to the processes of each role: of actor_train, reference, critic, teacher as configured, and last
     the engines, actor_infer. Raises ValueError for a mapping that spans nodes where it cannot.
     """
     roles = training_roles(config)
     cpu = sum(w.num_ranks for w in roles.values() if w.device_mapping is None)
-    cpu += config.num_servers if config.actor_infer.device_mapping is None else 0
+    engines = config.actor_infer if isinstance(config, PipelineConfig) else None
+    cpu += engines.num_servers if engines is not None and engines.device_mapping is None else 0
     threads = threads_per_process(cpu)  # of processes on CPU; those with a GPU have theirs from the granted node
 
     def put(worker: WorkerConfig, count: int) -> tuple[ProcessPlacement, ...]:
@@ -62,10 +64,10 @@ def place_roles(config: PipelineConfig) -> dict[str, tuple[ProcessPlacement, ...
         )
 
     training = {name: put(w, w.num_ranks) for name, w in roles.items()}
-    return {**training, "actor_infer": put(config.actor_infer, config.num_servers)}
+    return training if engines is None else {**training, "actor_infer": put(engines, engines.num_servers)}
 
 
-def processes_of(config: PipelineConfig) -> list[ProcessPlacement]:
+def processes_of(config: RunConfig) -> list[ProcessPlacement]:
     """The processes of all roles."""
     return list(chain.from_iterable(place_roles(config).values()))
 
@@ -92,7 +94,7 @@ def loading_weights(worker: WorkerConfig) -> WorkerConfig:
     return replace(worker, strategy_args=replace(worker.strategy_args, strategy_config=loads))
 
 
-def _written(config: PipelineConfig) -> list[tuple[str, str]]:
+def _written(config: RunConfig) -> list[tuple[str, str]]:
     """Folders that the driver and the ranks write into."""
     run = Path(config.output_dir) / config.exp_name
     keys = {"output_dir": run, "checkpoint.output_dir": Path(config.checkpoint.output_dir)}
@@ -106,18 +108,30 @@ StartedRoles = tuple[Mapping[str, RayTrainerGroup], StartedRollout | RolloutProc
 class RoleStarter:
     """Starts roles in parallel; all of them are closed when the stack closes."""
 
-    def __init__(self, config: PipelineConfig, runtime: RuntimeInfo, stack: AsyncExitStack) -> None:
+    def __init__(self, config: RunConfig, runtime: RuntimeInfo, stack: AsyncExitStack) -> None:
         self._config, self._runtime, self._stack = config, runtime, stack
         self._placements = place_roles(config)
         self._pool = NodePool(processes_of(config))
+
+    async def start_ranks(self) -> dict[str, RayTrainerGroup]:
+        """All roles of a run without engines. Raises as `start`."""
+        await self._reserve()
+        with shared_folders(_written(self._config)) as folders:
+            workers = training_roles(self._config).items()
+            groups = await asyncio.gather(*(self._start_training(name, worker, folders) for name, worker in workers))
+        return {group.name: group for group in groups}
+
+    async def _reserve(self) -> None:
+        await self._pool.reserve(self._config.fault.stall_timeout)
+        self._stack.callback(self._pool.release)  # first, so the last to close: processes end before their nodes go
 
     async def start(self, *, rollout_log_files: Sequence[str] | None = None) -> StartedRoles:
         """Start all roles. `rollout_log_files`: the rollout has a process of its own, which logs to these files.
 
         Raises ValueError for what the user can fix, RoleFailed for what a role reports.
         """
-        await self._pool.reserve(self._config.fault.stall_timeout)
-        self._stack.callback(self._pool.release)  # first, so the last to close: processes end before their nodes go
+        await self._reserve()
+        assert isinstance(self._config, PipelineConfig), "a run without engines: start_ranks"
         with shared_folders(_written(self._config)) as folders:
             if sharing := [name for name in roles_on_engine_devices(self._config) if name in self._placements]:
                 if rollout_log_files is not None:
@@ -140,6 +154,7 @@ class RoleStarter:
         start on free devices.
         """
         config, placements = self._config, self._placements
+        assert isinstance(config, PipelineConfig)
         rollout = await start_rollout(config, placements["actor_infer"], self._pool, self._stack)
         engines = {replica_name(p.index): devices_of([p], config.num_gpus_per_node) for p in placements["actor_infer"]}
         ranks = {name: devices_of(placements[name], config.num_gpus_per_node) for name in sharing}
@@ -162,6 +177,7 @@ class RoleStarter:
         return training, replace(rollout, devices=devices)
 
     async def _start_process(self, log_files: Sequence[str]) -> RolloutProcess:
+        assert isinstance(self._config, PipelineConfig)
         start = partial(start_rollout, self._config, self._placements["actor_infer"], self._pool)
         process = await RolloutProcess.start(
             start,

@@ -31,14 +31,8 @@ class ProgressLine:
             self._first_step = step
         done = step - self._first_step + 1
         eta = metrics["time_s"] / done * (self._max_steps - step)
-        overlap = 1 - metrics["idle/trainer"]
-        line = (
-            f"step {step}/{self._max_steps}  reward {metrics['reward/mean']:.3f}  "
-            f"{metrics['throughput/samples_per_s']:.0f} samples/s  "
-            f"staleness {metrics['staleness/mean']:.2f}/{metrics['staleness/max']:.0f}  "
-            f"queue {metrics['groups/buffered']:.0f}+{metrics['groups/in_flight']:.0f}  "
-            f"overlap {overlap:.0%}  eta {duration(eta)}"
-        )
+        what = _of_samples(metrics) if "reward/mean" in metrics else _of_given_rows(metrics)
+        line = f"step {step}/{self._max_steps}  {what}  eta {duration(eta)}"
         if self._live:
             width = shutil.get_terminal_size().columns
             # Padded over what is left of a longer line; a column less, because a full one may wrap.
@@ -52,3 +46,22 @@ class ProgressLine:
         if self._dirty:
             print(flush=True)
             self._dirty = False
+
+
+def _of_samples(metrics: Mapping[str, float]) -> str:
+    return (
+        f"reward {metrics['reward/mean']:.3f}  {metrics['throughput/samples_per_s']:.0f} samples/s  "
+        f"staleness {metrics['staleness/mean']:.2f}/{metrics['staleness/max']:.0f}  "
+        f"queue {metrics['groups/buffered']:.0f}+{metrics['groups/in_flight']:.0f}  "
+        f"overlap {1 - metrics['idle/trainer']:.0%}"
+    )
+
+
+def _of_given_rows(metrics: Mapping[str, float]) -> str:
+    """Of sft and dpo runs."""
+    accuracy = f"  accuracy {metrics['rewards/accuracies']:.2f}" if "rewards/accuracies" in metrics else ""
+    validation = f"  validation {metrics['validation/loss']:.4f}" if "validation/loss" in metrics else ""
+    return (
+        f"loss {metrics['trainer/loss']:.4f}{accuracy}{validation}  epoch {metrics['data/epoch']:.2f}  "
+        f"{metrics['throughput/tokens_per_s']:.0f} tokens/s"
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 
 from roll_async.observe.disk import Unwritable
@@ -27,6 +27,13 @@ REQUIRED_KEYS = (
 )  # fmt: skip
 
 
+KEYS_WITHOUT_ENGINES = (
+    "trainer/loss", "trainer/grad_norm", "trainer/learning_rate", "data/epoch", "time/step_s", "time/train_s",
+    "throughput/samples_per_s", "throughput/tokens_per_s",
+)  # fmt: skip
+"""Of sft and dpo runs."""
+
+
 class Recorder:
     """`pipelines/protocol.py: RunObserver`: metrics.jsonl, trackers, the live line, the log.
 
@@ -45,15 +52,16 @@ class Recorder:
         gpus: Gpus | None = None,
         create: Mapping[str, Callable[[], Tracker]] | None = None,
         alarms: Mapping[str, float] | None = None,
+        required: Sequence[str] = REQUIRED_KEYS,
     ) -> None:
         """`trackers`: those that last as long as the process. `create`: by name, makes a tracker of the branch that the
         folder names; raises ValueError if it cannot. `gpus`: of the machine of the driver. `alarms`: the largest value
-        of a metric that is no alarm, by key.
+        of a metric that is no alarm, by key. `required`: keys that every step has.
         """
         self._alarms, self._raised, self._missed = dict(alarms or {}), set[str](), set[str]()
         self._folder, self._progress, self._create = folder, progress, dict(create or {})
         self._lasting, self._of_branch, self._failed = list(trackers), list[Tracker](), list[Tracker]()
-        self._trace, self._gpus = trace, gpus
+        self._trace, self._gpus, self._required = trace, gpus, required
         self._logging_steps = logging_steps
         self._started = time.monotonic()
         self._begun = False
@@ -72,7 +80,7 @@ class Recorder:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """One training step. Asserts that every key that docs_roll/metrics.md promises is present."""
-        missing = [key for key in REQUIRED_KEYS if key not in metrics]
+        missing = [key for key in self._required if key not in metrics]
         assert not missing, f"metrics of step {step} lack {missing}"
         full = {"step": step, "time_s": time.monotonic() - self._started, "run/restarts": self.restarts, **metrics}
         full["memory/driver_peak_bytes"] = float(peak_bytes_of_self())
