@@ -12,7 +12,7 @@ from roll_async.weight_sync.bucket import Bucket, UpdatePlan
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from roll_async.algorithms.preference import PreferenceOptions
+    from roll_async.algorithms.objective import PreferenceOptions
     from roll_async.schema import ExpertRows
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from roll_async.algorithms.preference import PreferenceOptions, preference_loss
+from roll_async.algorithms.objective import PreferenceOptions, preference_loss
 from roll_async.config.schema import DpoConfig, SupervisedConfig
 from roll_async.prompts.given import GivenRow, digest_of
 from roll_async.trainer.protocol import GivenRows, StepReport, TokenRows, TrainerGroup

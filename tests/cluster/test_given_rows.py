@@ -8,7 +8,7 @@ pytest.importorskip("transformers")
 
 import megatron_cases as cases
 
-from roll_async.algorithms.preference import PreferenceOptions
+from roll_async.algorithms.objective import PreferenceOptions
 
 PAIRS = PreferenceOptions(beta=0.3, label_smoothing=0.1)
 PACKED = {"micro_batching": "packed", "max_tokens_per_microbatch": 96}

@@ -34,9 +34,8 @@ class TrainingRole:
     @classmethod
     def of(cls, config: RunConfig, name: str, worker: WorkerConfig) -> TrainingRole:
         """One training role, as the config has it."""
-        if not isinstance(config, PipelineConfig):  # nothing is pushed
-            settings = MegatronSettings.of(config, worker)
-            return cls(name=name, settings=settings, rpc_timeout_s=config.fault.rpc_timeout)
+        if not isinstance(config, PipelineConfig):
+            return cls.alone(config, name, worker)
         engine = EngineSettings.of(config, replica=0, restart=0)  # the same for all of them
         return cls(
             name=name,
@@ -48,6 +47,12 @@ class TrainingRole:
             engine_expert_parallel=bool(engine.extra.keys() & {"enable_expert_parallel", "ep_size"}),
             weights_folder=str(Path(config.output_dir).resolve() / config.exp_name / "weights"),
         )
+
+    @classmethod
+    def alone(cls, config: RunConfig, name: str, worker: WorkerConfig) -> TrainingRole:
+        """Of a run without engines: nothing is pushed."""
+        settings = MegatronSettings.of(config, worker)
+        return cls(name=name, settings=settings, rpc_timeout_s=config.fault.rpc_timeout)
 
     rpc_timeout_s: float
     """Seconds of one call, the start included."""

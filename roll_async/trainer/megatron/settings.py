@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from roll_async.algorithms.objective import LossSettings
 from roll_async.config.schema import (
     MEGATRON_DROPOUTS,
+    GeneratingArguments,
     MegatronInferConfig,
     MegatronTrainConfig,
     PipelineConfig,
@@ -142,6 +142,8 @@ class MegatronSettings:
         """One Megatron role as the config has it; with an optimizer and a loss when it trains."""
         strategy = role.strategy_args.strategy_config
         assert isinstance(strategy, MegatronTrainConfig | MegatronInferConfig)
+        samples = config if isinstance(config, PipelineConfig) else None
+        sampling = GeneratingArguments() if samples is None else samples.actor_infer.generating_args
         trains = isinstance(strategy, MegatronTrainConfig)
         recompute: dict[str, object] = {}
         if trains and strategy.recompute_granularity is not None:
@@ -164,6 +166,12 @@ class MegatronSettings:
                 sequence_parallel=strategy.sequence_parallel,
             ),
             optimizer=OptimizerSettings.of(config, role, strategy) if trains else None,
+            loss=LossSettings.of(samples) if trains and samples is not None else None,
+            with_value_head=samples is not None and role is samples.critic,
+            value_clip=None if samples is None else samples.algorithm.value_clip,
+            temperature=sampling.temperature,
+            top_k=max(0, sampling.top_k),  # -1 means off in the config
+            top_p=sampling.top_p,
             lora_rank=role.model_args.lora_rank if trains else 0,
             lora_alpha=float(role.model_args.lora_alpha or 0),
             lora_targets=tuple(role.model_args.lora_target),
@@ -183,21 +191,7 @@ class MegatronSettings:
             seed=config.seed,
             flash_attention=role.model_args.attn_implementation == "fa2",
             extra=strategy.extra,
-            **(cls._of_samples(config, role, trains) if isinstance(config, PipelineConfig) else {}),
         )
-
-    @staticmethod
-    def _of_samples(config: PipelineConfig, role: WorkerConfig, trains: bool) -> dict[str, Any]:
-        """What a role that learns from samples has besides."""
-        sampling = config.actor_infer.generating_args
-        return {
-            "loss": LossSettings.of(config) if trains else None,
-            "with_value_head": role is config.critic,
-            "value_clip": config.algorithm.value_clip,
-            "temperature": sampling.temperature,
-            "top_k": max(0, sampling.top_k),  # -1 means off in the config
-            "top_p": sampling.top_p,
-        }
 
 
 def _interleaved(strategy: MegatronTrainConfig | MegatronInferConfig) -> int | None:

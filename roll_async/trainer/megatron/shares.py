@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from roll_async.algorithms.aggregation import Denominators
-from roll_async.algorithms.objective import LossSettings, count_parts
+from roll_async.algorithms.objective import LossSettings, PreferenceOptions, count_parts
 from roll_async.algorithms.policy_losses import ZERO_GRADIENT_WITHOUT_ADVANTAGE
-from roll_async.algorithms.preference import PreferenceOptions
 from roll_async.trainer.megatron.micro_batches import StepRows
 from roll_async.trainer.megatron.model.model_flops import ModelFlops
 from roll_async.trainer.megatron.model.partition import Parts, RowPlan, plan_rows

@@ -24,8 +24,11 @@ cpu_shim.install()
 
 from roll_async.algorithms.aggregation import Denominators, aggregate  # noqa: E402
 from roll_async.algorithms.critic import value_loss  # noqa: E402
-from roll_async.algorithms.objective import policy_loss, step_metrics  # noqa: E402
-from roll_async.algorithms.preference import preference_loss  # noqa: E402
+from roll_async.algorithms.objective import (  # noqa: E402
+    policy_loss,
+    preference_loss,
+    step_metrics,
+)
 from roll_async.checkpoint.folders.hf_folder import write_hf_folder  # noqa: E402
 from roll_async.checkpoint.lora import write_adapter  # noqa: E402
 from roll_async.trainer.megatron import ranks  # noqa: E402

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from roll_async.algorithms.preference import PreferenceOptions, preference_loss
+from roll_async.algorithms.objective import PreferenceOptions, preference_loss
 
 LOGPROBS, REFERENCE = torch.tensor([-3.0, -5.0, -4.0, -2.0]), torch.tensor([-4.0, -4.5, -4.0, -3.0])
 

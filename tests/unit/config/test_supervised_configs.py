@@ -4,8 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from roll_async.commands.configs.plan import run_plan
+from roll_async.commands.configs.validate import run_validate
 from roll_async.config.api import ConfigError, dump, load, load_with_warnings
 from roll_async.config.schema import DpoConfig, RLVRConfig, SftConfig
+from roll_async.launch.checks.device_memory import device_uses
+from roll_async.launch.checks.gate import check_supported
 from tests.unit.config.supervised import TEXT, dpo_config, loaded, sft_config
 
 ENGINE = "actor_infer={strategy_args: {strategy_name: vllm, strategy_config: {}}}"
@@ -95,3 +99,12 @@ def test_commands_that_need_engines_refuse_them(tmp_path):
 def test_pairs_of_the_loss_options():
     config = dpo_config("beta=0.4", "label_smoothing=0.1")
     assert (config.beta, config.label_smoothing) == (0.4, 0.1)
+
+
+@pytest.mark.parametrize("name", ["sft_demo_cpu", "dpo_demo_cpu", "sft_7b", "dpo_7b"])
+def test_shipped_configs_pass_the_gate_and_fit_their_devices(name, capsys):
+    assert run_validate([name]) == 0 and f"ok: {name} ({name[:3]})" in capsys.readouterr().out
+    assert run_plan([name]) == 0 and "in 1 optimizer step" in capsys.readouterr().out
+    config = check_supported(name).config
+    uses = device_uses(config, int(80e9))
+    assert bool(uses) == name.endswith("_7b") and all(use.problem is None for use in uses)
