@@ -6,13 +6,13 @@ import os
 from collections.abc import Iterator
 
 from roll_async.cluster.placement import gpu_nodes, pretended_gpus, processes_of, shortage
-from roll_async.config.schema import PipelineConfig, RLVRConfig
+from roll_async.config.schema import RLVRConfig, RunConfig
 from roll_async.launch.checks.inputs import is_hub_name, missing_inputs, models_of
 from roll_async.launch.checks.packages import missing_packages
 from roll_async.observe.machine import gpus_here
 
 
-def needs_elsewhere(config: PipelineConfig) -> str | None:
+def needs_elsewhere(config: RunConfig) -> str | None:
     """What a run needs whose devices this machine does not have; None where it has them, or where Ray is to say so:
     another cluster is joined, or GPUs are pretended.
     """
@@ -29,13 +29,13 @@ def needs_elsewhere(config: PipelineConfig) -> str | None:
     return f"the run needs {needs}{here if isinstance(config, RLVRConfig) else ''}"
 
 
-def _models(config: PipelineConfig) -> Iterator[str]:
+def _models(config: RunConfig) -> Iterator[str]:
     for key, model in models_of(config).items():
         if is_hub_name(model) and not model.startswith("modelscope://"):  # `hf` fetches none of ModelScope's
             yield f"model {model} (hf download {model}, or {key}=FOLDER)"
 
 
-def _rest(config: PipelineConfig) -> Iterator[str]:
+def _rest(config: RunConfig) -> Iterator[str]:
     """What is said elsewhere in a line each."""
     for key, message in [*missing_inputs(config), *missing_packages(config)]:
         yield f"{key}: {message}"
