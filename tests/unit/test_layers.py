@@ -17,7 +17,7 @@ LAYER = {
     "simulator": 6,
     "launch": 7,
     "commands": 8,
-    "cli": 9, "__main__": 10,
+    "cli": 9, "__main__": 10, "__init__": 10,
     "__version__": 0,  # of the package itself
 }  # fmt: skip
 
