@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import copy_context
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -42,7 +43,7 @@ def run_to_end(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
     except RuntimeError:
         return asyncio.run(main())
     with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(lambda: asyncio.run(main()))
+        done = pool.submit(copy_context().run, lambda: asyncio.run(main()))  # what the caller's context holds is read
         while True:
             try:
                 return done.result()

@@ -1,7 +1,7 @@
 """The config that `roll-async new` writes, `roll_async.train` starts from, and configs/gsm8k_* are.
 
 A layout of the devices is one that the gate accepts and that fits by `show --memory`; of those the first in this order:
-optimizer on the devices, trainer and engines apart, few tensor ranks, no recomputation.
+optimizer on the devices, trainer and engines apart, no recomputation, few tensor ranks.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def _text(choices: Choices, layout: DeviceLayout) -> str:
     where = "on CPU" if on_cpu else f"{choices.gpus} GPU" + "s" * (choices.gpus > 1)
     together = layout.engines == 0
     how = "trainer and engine take turns" if together else "the next batch is generated while one is trained"
-    head = f"{Path(choices.model).name}, {choices.billions:g} B parameters, {where}: {how}"
+    head = f"{Path(choices.model).name}, {where}: {how}"
     return f"""\
 # {head}.
 # Check it with `roll-async validate FILE` and `roll-async show FILE --memory`; all keys: docs_roll/configuration.md.
@@ -227,12 +227,15 @@ actor_train:
 {"  model_args: {dtype: fp32}" + chr(10) if on_cpu else ""}\
   training_args: {{learning_rate: {rate}, gradient_accumulation_steps: {accumulation}}}
   data_args: {{{", ".join(f"{key}: {_scalar(value)}" for key, value in data.items())}}}
-  strategy_args: {{strategy_name: megatron_train{_settings(settings)}}}
+  strategy_args:
+    strategy_name: megatron_train
+{_settings(settings)}\
 actor_infer:
 {_devices(0 if together else layout.trainers, 0 if on_cpu else layout.engines or layout.trainers)}\
 {"  model_args: {dtype: fp32}" + chr(10) if on_cpu else ""}\
-  strategy_args: {{strategy_name: {choices.engine}{_settings(engine)}}}
-"""
+  strategy_args:
+    strategy_name: {choices.engine}
+{_settings(engine)}"""
 
 
 def _devices(first: int, number: int) -> str:
@@ -240,9 +243,10 @@ def _devices(first: int, number: int) -> str:
 
 
 def _settings(settings: Sequence[str]) -> str:
-    return f", strategy_config: {{{', '.join(settings)}}}" if settings else ""
+    return f"    strategy_config: {{{', '.join(settings)}}}\n" if settings else ""
 
 
 def _scalar(text: str) -> str:
     """Plain where YAML reads it as the same text in a flow map."""
-    return text if re.fullmatch(r"[A-Za-z_./][A-Za-z0-9_./-]*", text) and text not in (".", "~") else json.dumps(text)
+    is_plain = re.fullmatch(r"[A-Za-z_./][A-Za-z0-9_./-]*[A-Za-z0-9]", text)
+    return text if is_plain and text.lower() not in ("true", "false", "null", ".inf", ".nan") else json.dumps(text)
