@@ -56,9 +56,9 @@ def test_the_loop_is_two_files_from_the_start_script_a_weight_push_three_and_the
 
 
 LIMITS = {
-    "lines": 64_791,
-    "classes": 793,
-    "dataclasses": 361,
+    "lines": 65_799,
+    "classes": 798,
+    "dataclasses": 362,
     "protocols": 64,
     "functions per 1,000 lines": 68.5,
     "class names with two meanings": 0,
