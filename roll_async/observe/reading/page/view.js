@@ -403,8 +403,8 @@ addEventListener("resize", () => {
   if (state.view === "lanes" && drawLanes.paint) drawLanes.paint();
 });
 (async () => {
-  await guarded(refresh);
   const asked = location.hash.replace("#view-", "");
+  await guarded(refresh);
   if (["samples", "lanes", "compare"].includes(asked)) await show(asked);
   document.body.dataset.ready = "yes";
   if (!EMBEDDED) setInterval(() => guarded(refresh), EVERY_MS);
