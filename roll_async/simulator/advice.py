@@ -256,8 +256,8 @@ def _told(changes: Mapping[str, Sequence[tuple[Figures, Figures]]], off: float, 
         for name, runs in changes.items()
         if len(runs) > 1
     }
-    if not shorter:
-        return None
+    if not shorter:  # the machine is too busy to try
+        return limit.removesuffix("; ") or None
     parts: list[str] = []
     for name, gains in sorted(shorter.items(), key=lambda found: mean(found[1])):
         change, spread = mean(gains), stdev(gains)

@@ -8,7 +8,7 @@ import pytest
 
 from roll_async.config.api import load
 from roll_async.simulator import advice as module
-from roll_async.simulator.advice import FEWER, Measured, _limit, advice, as_it_was, changes_of
+from roll_async.simulator.advice import FEWER, Measured, _limit, _told, advice, as_it_was, changes_of
 from roll_async.simulator.from_config import Speeds, scenario_of, split_of
 from roll_async.simulator.world import simulate
 
@@ -81,6 +81,8 @@ def test_the_side_that_never_waits_is_named():
     assert _limit([record(0.5, 0.0), record(0.6, 0.1)]) == "the engines are the limit (busy 95%, the trainer 45%); "
     assert _limit([record(0.02, 0.4)]) == "the trainer is the limit (busy 98%); "
     assert _limit([record(0.3, 0.3)]) == ""
+    assert _told({}, 0.1, "the trainer is the limit (busy 98%); ") == "the trainer is the limit (busy 98%)"
+    assert _told({}, 0.1, "") is None
 
 
 def test_engines_with_devices_may_be_more_or_fewer_and_every_change_is_another_world(slow):
