@@ -24,28 +24,17 @@ COMMANDS = {
         "roll_async.commands.configs.plan",
         "where a config's processes run, how weights travel, what a step consumes",
     ),
+    "launch": ("roll_async.commands.launch.launch", "the run of a config on a cluster of Slurm or KubeRay"),
     "simulate": ("roll_async.commands.simulate", "a config's schedule on a virtual clock, before any GPU is used"),
     "port": (
         "roll_async.commands.configs.port",
         "a config of ROLL or verl in the keys of this project, with the reasons",
     ),
     "runs": ("roll_async.commands.runs", "the runs of a folder: id, steps, last reward, state"),
-    "view": (
-        "roll_async.commands.reading.view",
-        "runs as a page in the browser, also while they go on, or as a file",
-    ),
-    "status": (
-        "roll_async.commands.reading.status",
-        "how a run stands: step, reward, who waits, last error",
-    ),
-    "compare": (
-        "roll_async.commands.reading.compare",
-        "two runs: metrics at equal steps, and their configs",
-    ),
-    "samples": (
-        "roll_async.commands.reading.samples",
-        "answers that a run keeps: --best, --worst, --step",
-    ),
+    "view": ("roll_async.commands.reading.view", "runs as a page in the browser, or as one HTML file"),
+    "status": ("roll_async.commands.reading.status", "how a run stands: step, reward, who waits, what next"),
+    "compare": ("roll_async.commands.reading.compare", "two runs: metrics at equal steps, and their configs"),
+    "samples": ("roll_async.commands.reading.samples", "answers that a run keeps, the best or the worst first"),
     "scale": ("roll_async.commands.scale", "more or fewer engine replicas for a run under way"),
     "convert": ("roll_async.commands.convert", "Hugging Face <-> Megatron checkpoints"),
     "eval": ("roll_async.commands.eval", "the validation of a config, of a model folder, a checkpoint or an address"),

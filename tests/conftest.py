@@ -35,6 +35,7 @@ LONG = (
     # Tools, worlds by the hundred, and every wire of every key.
     "cluster/test_gpu_suite.py", "simulator/test_invariants.py", "simulator/test_mutants.py",
     "simulator/test_tables.py", "unit/config/test_no_inert_key.py", "unit/config/test_config_properties.py",
+    "unit/observe/test_many_samples.py",
     "unit/test_documented_commands.py", "service/test_service_client.py", "cluster/test_ray_runtime.py",
     # Runs and roles that are killed, and one on real rows.
     "cluster/test_hung_roles.py", "cluster/test_modes.py::test_an_engine_that_is_killed",

@@ -15,10 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import resource
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -212,6 +214,46 @@ def padded_batch(tokens: Tensor, lengths: Tensor, rows: list[int]) -> dict[str, 
     return {"input_ids": ids, "targets": targets}
 
 
+WITHOUT_KERNEL = re.compile(
+    r"aten::(empty\w*|resize\w*|set_|view\w*|_?unsafe_view|_reshape_alias|reshape\w*|as_strided|t|transpose|permute|movedim"
+    r"|expand\w*|dropout|embedding_backward|slice|select|narrow|split\w*|chunk|unbind|(un)?squeeze|(un)?flatten|detach\w*|alias|lift_fresh|diagonal"
+    r"|resolve_\w+|result_type|is_\w+|item|_local_scalar_dense|to|contiguous|unsafe_\w+|new_empty\w*|numpy_T|broadcast_\w+)$"
+)
+"""Operators that look at memory in another way, or ask for some."""
+
+
+def launches_of(step: Callable[[], float], *, on_gpu: bool, top: int) -> dict:
+    """Kernels that a step starts, most frequent first. On a CPU, where nothing is started: the operators that start one
+    on a device, and the loops of compiled code.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
+        step()
+        if on_gpu:
+            torch.cuda.synchronize()
+    events = profiler.events()
+    if on_gpu:
+        on_device = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
+        found = Counter(event.name[:80] for event in on_device)
+        busy = {"device_busy_s": round(sum(event.device_time for event in on_device) / 1e6, 4)}
+    else:
+        found, busy = Counter(), {}
+        waiting = [event for event in events if event.cpu_parent is None]
+        while waiting:
+            event = waiting.pop()
+            if is_kernel(event.name):
+                found[event.name] += 1
+            else:
+                waiting.extend(event.cpu_children)
+    return {"launches": found.total(), "most_launched": dict(found.most_common(top)), **busy}
+
+
+def is_kernel(name: str) -> bool:
+    """Whether an operator starts a kernel on a device."""
+    return "fused" in name or (name.startswith(("aten::", "torch_attn::")) and not WITHOUT_KERNEL.match(name))
+
+
 def measure(args: argparse.Namespace) -> dict:
     tokens, lengths = make_rows(args.longest, args.tokens, SHAPES[args.shape][5])
     make = megatron_step if args.side == "megatron" else transformers_step
@@ -228,6 +270,7 @@ def measure(args: argparse.Namespace) -> dict:
         seconds.append(time.perf_counter() - started)
     peak = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     took = statistics.median(seconds)
+    about = {**about, **launches_of(step, on_gpu=on_gpu, top=args.top)} if args.launches else about
     return {
         "ok": True,
         "value": round(int(lengths.sum()) / took, 1),
@@ -251,6 +294,8 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=8192, help="tokens of a micro-batch")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--launches", action="store_true", help="count the kernels that one more step starts")
+    parser.add_argument("--top", type=int, default=12, help="kinds of kernels to name, the most frequent first")
     args = parser.parse_args()
     if args.device == "cpu":
         from roll_async.trainer.megatron.cpu_shim import hide_cuda

@@ -62,7 +62,8 @@ class _ConvertArguments:
 def command(**options: Any) -> int:
     """Hugging Face checkpoints to Megatron's torch_dist format and back.
 
-    The direction follows from what SOURCE is: a model, a checkpoint, or a run (its newest checkpoint). TARGET is a
+    The direction follows from what SOURCE is: a model (a folder, or its name on the hub), a checkpoint, or a run (its
+    newest checkpoint). TARGET is a
     folder that does not exist yet. No GPU is needed; memory is one tensor, but for --verify, whose logits probe holds
     the model twice in float32.
 
@@ -112,12 +113,16 @@ def _convert(arguments: _ConvertArguments) -> None:
         write_run_adapter,
     )
     from roll_async.checkpoint.folders.find_model import find_model, hf_files_of, is_hf, torch_dist_in
+    from roll_async.launch.checks.inputs import model_folder
     from roll_async.trainer.megatron.cpu_shim import hide_cuda
 
     hide_cuda()  # the conversion and its logits probe run on the CPU of every machine
     if arguments.max_file_gb <= 0:
         raise ValueError(f"--max-file-gb {arguments.max_file_gb} must be positive")
-    source, bar = find_model(arguments.source), _Bar()
+    named = str(arguments.source)
+    # A word without a slash is rather a folder that is not there than one of the few models with such a name.
+    source = find_model(Path(model_folder("SOURCE", named) if "/" in named else named))
+    bar = _Bar()
     to_megatron = is_hf(source)
     if to_megatron and (arguments.like or arguments.lora_alpha is not None or arguments.adapter_only):
         raise ValueError("--like, --lora-alpha and --adapter-only are for a Megatron SOURCE")

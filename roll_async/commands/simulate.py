@@ -14,7 +14,7 @@ import click
 from roll_async.commands.command_line import HELP, POSITIVE, Number, print_pairs
 from roll_async.commands.configs.weights import simulated_weights
 from roll_async.config.api import ConfigError
-from roll_async.config.schema import RLVRConfig
+from roll_async.config.schema import RLVRConfig, roles_on_engine_devices
 from roll_async.config.yaml.compose import OVERRIDE
 from roll_async.launch.checks.gate import check_supported
 from roll_async.observe.trace import Trace
@@ -175,6 +175,11 @@ def _config(
     config = check_supported(path, overrides).config
     if not isinstance(config, RLVRConfig):
         raise ValueError(f"{path}: only rlvr configs are simulated, this one is agentic")
+    if config.colocation == "resident" and roles_on_engine_devices(config):
+        raise ValueError(
+            "colocation=resident: trainer and engines compute on the same devices at the same time, and what they take "
+            "from each other is not simulated; give colocation=turns async_generation_ratio=0, or devices of their own"
+        )
     assumed = Speeds(mean_length=mean_length or config.response_length / 4, **speeds)
     split = split or split_of(config)
     scenario = scenario_of(config, assumed, split=split, steps=steps, seed=seed or config.seed)

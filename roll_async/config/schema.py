@@ -102,6 +102,9 @@ class PipelineConfig:
     """Per validation: prompts of each set, or trajectories."""
     async_generation_ratio: float = bounded(0.0, ">= 0")
     """Batches generated ahead; 0 = synchronous; fractions allowed."""
+    colocation: Literal["turns", "resident"] = "turns"
+    """Roles that share devices with the engines: turns = one side has them at a time, and async_generation_ratio is 0;
+    resident = both keep their memory there and work at the same time, whatever the ratio."""
     num_gpus_per_node: int = bounded(8, ">= 1")
     """Device id // this = node."""
     template_time: str | None = None
@@ -191,10 +194,10 @@ class PipelineConfig:
 
     @property
     def restarts_per_engine(self) -> int:
-        """`fault.max_engine_restarts`; 0 where training roles share devices with the engines: a replica
+        """`fault.max_engine_restarts`; 0 where training roles take turns with the engines on shared devices: a replica
         that starts takes its KV cache from the free memory, and in phase TRAIN there is none.
         """
-        return 0 if roles_on_engine_devices(self) else self.fault.max_engine_restarts
+        return 0 if roles_in_turns(self) else self.fault.max_engine_restarts
 
     @property
     def samples_per_batch(self) -> int:
@@ -440,11 +443,16 @@ class AgenticConfig(PipelineConfig):
 
 
 def roles_on_engine_devices(config: PipelineConfig) -> tuple[str, ...]:
-    """Training roles that share a device with the engines; not empty = they take turns."""
+    """Training roles that share a device with the engines."""
     engines = set(config.actor_infer.device_mapping or ())
     return tuple(
         name for name, role in config.roles() if name != "actor_infer" and engines & set(role.device_mapping or ())
     )
+
+
+def roles_in_turns(config: PipelineConfig) -> tuple[str, ...]:
+    """Training roles that take turns with the engines on the devices that they share."""
+    return roles_on_engine_devices(config) if config.colocation == "turns" else ()
 
 
 def reference_is_actor(config: PipelineConfig) -> bool:

@@ -200,8 +200,9 @@ class VllmConfig(ServerConfig):
     """Sequences in one engine step, null = vLLM's choice."""
     max_num_batched_tokens: int | None = bounded(None, ">= 1")
     """Tokens in one engine step, null = vLLM's choice."""
-    enforce_eager: bool = False
-    """true turns CUDA graphs off. A CPU engine has none, and nothing in their place."""
+    enforce_eager: bool = derived()
+    """true turns compilation and CUDA graphs off; default: true where max_steps is at most 10, else false. A CPU engine
+    has none, and nothing in their place."""
     enable_prefix_caching: bool = True
     """Share the prompt's KV cache among the samples of a group."""
     core_in_process: bool = True
@@ -235,7 +236,7 @@ class VllmConfig(ServerConfig):
     @property
     def eager(self) -> bool:
         """No CUDA graphs."""
-        return self.enforce_eager
+        return bool(self.enforce_eager)
 
     @property
     def shares_prefixes(self) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +18,10 @@ if TYPE_CHECKING:
     from roll_async.inference.engine import Engine
     from roll_async.inference.protocol import Follower
     from roll_async.inference.settings import EngineSettings
+
+logger = logging.getLogger(__name__)
+_ATTEMPTS = 3
+"""Starts of an engine whose device's memory moves: an engine takes a minute to find that out."""
 
 # Paths, not classes: a process imports the one library that it runs; the others may not be installed.
 ENGINES = {
@@ -44,6 +51,26 @@ def create_follower(strategy: str, settings: EngineSettings) -> Follower:
     """Build (not start) what runs the ranks of a replica on a node after its first."""
     refuse_unknown_release(strategy)
     return _named(FOLLOWERS[strategy])(settings)
+
+
+class MemoryMoved(RuntimeError):
+    """Another process took or freed memory of the device while the engine measured it."""
+
+
+async def started(engine: Engine, another: Callable[[], Engine], *, wait_s: float = 10.0) -> Engine:
+    """Start the engine. Where memory moved meanwhile, `another` one is started after a wait; the deadline of the call
+    (fault.rpc_timeout) is that of all attempts. Raises what `Engine.start` raises.
+    """
+    for attempt in range(1, _ATTEMPTS):
+        try:
+            await engine.start()
+            return engine
+        except MemoryMoved as error:
+            logger.warning("attempt %d of %d, the next one in %g s: %s", attempt, _ATTEMPTS, wait_s, error)
+        await asyncio.sleep(wait_s)
+        engine = another()
+    await engine.start()
+    return engine
 
 
 def refuse_attention_on_cpu(config: HfConfig, traits: EngineTraits) -> None:

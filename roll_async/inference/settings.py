@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from roll_async.config.schema import GeneratingArguments, PipelineConfig, roles_on_engine_devices
+from roll_async.config.schema import GeneratingArguments, PipelineConfig, roles_in_turns
 from roll_async.inference.seeds import replica_seed
 from roll_async.weight_sync.adapters import AdapterShape, adapters_of
 
@@ -101,7 +101,7 @@ class EngineSettings:
             stop_strings=any(a.stop_strings for a in sampled),
             truncated_sampling=any(a.top_k > 0 or a.top_p < 1 for a in sampled),
             record_experts=config.actor_train.router_replay,
-            sleep_level=2 if roles_on_engine_devices(config) else 0,
+            sleep_level=2 if roles_in_turns(config) else 0,
             adapter=adapters_of(config),
             extra=engine.extra,
         )

@@ -40,8 +40,8 @@ class ReplicaStarter:
             raise ValueError(f"--replicas {num_replicas}: a run needs at least 1")
         if roles := roles_on_engine_devices(self._config):
             raise ValueError(
-                f"{', '.join(roles)} and actor_infer share devices and take turns on them: the number of replicas is "
-                "fixed; give them separate devices in device_mapping"
+                f"{', '.join(roles)} and actor_infer share devices: the number of replicas is fixed; give them "
+                "separate devices in device_mapping"
             )
         if (more := num_replicas - self._num_training) > 0:
             self._pool.refuse_more(more, self._of_config[0])

@@ -21,6 +21,7 @@ from roll_async.cluster.runtime import RuntimeInfo
 from roll_async.config.schema import (
     PipelineConfig,
     WorkerConfig,
+    roles_in_turns,
     roles_on_engine_devices,
 )
 from roll_async.launch.engines import ReplicaStarter
@@ -84,30 +85,46 @@ class RoleStarter:
             await self._pool.reserve(self._config.fault.stall_timeout)
         self._stack.callback(self._pool.release)  # first, so the last to close: processes end before their nodes go
         with shared_folders(_written(self._config)) as folders:
-            if sharing := [name for name in roles_on_engine_devices(self._config) if name in self._placements]:
-                if rollout_log_files is not None:
-                    raise ValueError(
-                        f"{', '.join(sharing)} and actor_infer share devices, which the fully asynchronous mode can "
-                        "not: give them separate ones in device_mapping, or use examples/start_rlvr_pipeline.py"
-                    )
-                return await self._start_colocated(sharing, folders)
+            sharing = [name for name in roles_on_engine_devices(self._config) if name in self._placements]
+            in_turns = sharing if roles_in_turns(self._config) else []
+            if in_turns and rollout_log_files is not None:
+                raise ValueError(
+                    f"{', '.join(in_turns)} and actor_infer share devices, which in turns the fully asynchronous "
+                    "mode can not: give them separate ones in device_mapping, or set colocation: resident, or use "
+                    "examples/start_rlvr_pipeline.py"
+                )
+            engines_up = asyncio.Event()
+            if not sharing:
+                engines_up.set()
             workers = training_roles(self._config).items()
-            training = asyncio.gather(*(self._start_training(name, worker, folders) for name, worker in workers))
-            if rollout_log_files is None:
-                rollout_side = start_rollout(self._config, self._placements["actor_infer"], self._pool, self._stack)
-            else:
-                rollout_side = self._start_process(rollout_log_files)
-            groups, rollout = await asyncio.gather(training, rollout_side)
-        return {g.name: g for g in groups}, rollout
+            async with asyncio.TaskGroup() as tasks:  # one that fails ends the others, which may wait for it
+                side = tasks.create_task(self._start_side(rollout_log_files, in_turns, engines_up))
+                starts = [tasks.create_task(self._start_training(*role, folders, engines_up)) for role in workers]
+        training, rollout = {group.name: group for group in (start.result() for start in starts)}, side.result()
+        if rollout.devices is not None:
+            await rollout.devices.add_groups({name: training[name] for name in in_turns})
+        return training, rollout
 
-    async def _start_colocated(self, sharing: Sequence[str], folders: SharedFolders) -> StartedRoles:
-        """Start the engines first, which measure the free memory of their devices. Then they sleep, and the ranks
-        start on free devices.
+    async def _start_side(
+        self, log_files: Sequence[str] | None, in_turns: Sequence[str], engines_up: asyncio.Event
+    ) -> StartedRollout | RolloutProcess:
+        """Engines, rewards and prompts. On shared devices the engines come first: they measure the free memory, and
+        would take for theirs what a rank frees meanwhile.
         """
+        if log_files is None:
+            side = await start_rollout(self._config, self._placements["actor_infer"], self._pool, self._stack)
+            if in_turns:
+                side = replace(side, devices=await self._asleep(side, in_turns))
+        else:
+            side = await self._start_process(log_files)
+        engines_up.set()
+        return side
+
+    async def _asleep(self, rollout: StartedRollout, in_turns: Sequence[str]) -> PhaseSwitcher:
+        """Put the engines to sleep, so that the ranks start on free devices."""
         config, placements = self._config, self._placements
-        rollout = await start_rollout(config, placements["actor_infer"], self._pool, self._stack)
         engines = {replica_name(p.index): devices_of([p], config.num_gpus_per_node) for p in placements["actor_infer"]}
-        ranks = {name: devices_of(placements[name], config.num_gpus_per_node) for name in sharing}
+        ranks = {name: devices_of(placements[name], config.num_gpus_per_node) for name in in_turns}
         theirs = {device for devices in ranks.values() for device in devices}
         sleepers = {name for name, devices in engines.items() if theirs & set(devices)}
         memory = DeviceMemory(devices_of={**engines, **ranks})
@@ -119,12 +136,8 @@ class RoleStarter:
             pause_timeout_s=config.async_training.interrupt.timeout,
         )
         await devices.phase(DevicePhase.TRAIN, drop_engine_weights=True)  # the first push of a run sends all weights
-        workers = training_roles(config).items()
-        groups = await asyncio.gather(*(self._start_training(name, worker, folders) for name, worker in workers))
-        training = {group.name: group for group in groups}
-        await devices.add_groups({name: training[name] for name in sharing})
-        logger.info("%s and %s take turns on devices %s", ", ".join(sharing), ", ".join(sleepers), sorted(theirs))
-        return training, replace(rollout, devices=devices)
+        logger.info("%s and %s take turns on devices %s", ", ".join(in_turns), ", ".join(sleepers), sorted(theirs))
+        return devices
 
     async def _start_process(self, log_files: Sequence[str]) -> RolloutProcess:
         start = partial(start_rollout, self._config, self._placements["actor_infer"], self._pool)
@@ -138,7 +151,9 @@ class RoleStarter:
         self._stack.push_async_callback(process.close)
         return process
 
-    async def _start_training(self, name: str, worker: WorkerConfig, folders: SharedFolders) -> RayTrainerGroup:
+    async def _start_training(
+        self, name: str, worker: WorkerConfig, folders: SharedFolders, engines_up: asyncio.Event
+    ) -> RayTrainerGroup:
         group = await RayTrainerGroup.start(
             TrainingRole.of(self._config, name, worker),
             self._placements[name],
@@ -148,4 +163,8 @@ class RoleStarter:
             folders=folders,
         )
         self._stack.push_async_callback(group.close)
+        if not engines_up.is_set():
+            with starting(name, "wait_engines"):
+                await engines_up.wait()
+        await group.load_model()
         return group

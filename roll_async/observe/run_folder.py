@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
@@ -106,6 +106,7 @@ class RunFolder:
         root = log_to(self.log_files(*more_names))
         files = list(root.handlers)
         root.addHandler(_console(logging.WARNING))
+        _keep_off_the_screen(files)
         for name in set(modules):
             own = logging.getLogger(name)
             if name.partition(".")[0] != root.name:  # these are in the files by their name
@@ -192,6 +193,13 @@ def _console(level: int) -> logging.Handler:
     console.setLevel(level)
     console.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
     return console
+
+
+def _keep_off_the_screen(files: Sequence[logging.Handler]) -> None:
+    """Warnings of other libraries in this process go to these files. Without a handler they would go to stderr."""
+    logging.captureWarnings(True)
+    others = logging.getLogger()
+    others.handlers[:] = [handler for handler in others.handlers if not isinstance(handler, _LogFile)] + list(files)
 
 
 def _whole_lines(path: Path) -> list[str]:

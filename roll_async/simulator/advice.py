@@ -27,8 +27,8 @@ _FEWEST_STEPS = 8
 _FURTHEST_OFF = 0.25
 _SEEDS = 4
 _BUDGET_S = 5.0
-"""CPU seconds after which no further seed is simulated."""
-_SAMPLES = 1400
+"""After which no further seed is simulated; after three times as long nothing more is."""
+_SAMPLES = 1000
 """Of one simulated run, about a CPU second; a larger batch is simulated in fewer steps, and smaller if it can be."""
 _BATCH = 128
 _MEAN_TOKENS = 50
@@ -173,11 +173,9 @@ def changes_of(scenario: Scenario, config: RLVRConfig, measured: Measured) -> di
     queue, a, replicas = scenario.queue, config.async_training, len(scenario.engines)
     ratio = queue.async_generation_ratio + 1
     more = replace(queue, async_generation_ratio=ratio, max_versions=None, max_queue_size=None)
-    key = f"async_generation_ratio={ratio:g}"
-    given = QueueOptions.of(config)
-    if given.bound_versions != replace(given, max_versions=None).bound_versions:  # it is the user's own
-        key += f" async_training.staleness.max_versions={more.bound_versions}"
-    if given.queue_limit != replace(given, max_queue_size=None).queue_limit:
+    more = replace(more, max_versions=max(more.bound_versions, queue.bound_versions))
+    given, key = QueueOptions.of(config), f"async_generation_ratio={ratio:g}"
+    if given.queue_limit != replace(given, max_queue_size=None).queue_limit:  # the user's own, which would hold it up
         key += " async_training.max_queue_size=null"
     changes = {key: replace(scenario, queue=more)}
     if queue.async_generation_ratio:
@@ -207,7 +205,7 @@ def advice(config: RLVRConfig, metrics: Sequence[Mapping[str, float]]) -> str | 
     )
     if measured is None:
         return None
-    started, worlds = time.process_time(), list[tuple[float, Scenario, Figures]]()
+    started, worlds = time.monotonic(), list[tuple[float, Scenario, Figures]]()
     for shared in _SHARED:
         world = as_it_was(config, measured, shared)
         if (figures := _figures(world, 0)) is not None:
@@ -223,12 +221,14 @@ def advice(config: RLVRConfig, metrics: Sequence[Mapping[str, float]]) -> str | 
         _, world, before = likely[seed % len(likely)]
         before = _figures(world, seed) if seed else before
         for name, changed in changes_of(world, config, measured).items():
+            if time.monotonic() - started > 3 * _BUDGET_S:
+                return _told(changes, worlds[0][0], _limit(metrics))
             after = _figures(changed, seed)
             if before is not None and after is not None:
                 changes.setdefault(name, []).append((before, after))
-        if seed and time.process_time() - started > _BUDGET_S:  # two at least: one seed has no spread
+        if seed and time.monotonic() - started > _BUDGET_S:  # two at least: one seed has no spread
             break
-    return _told(changes, worlds[0][0])
+    return _told(changes, worlds[0][0], _limit(metrics))
 
 
 def _figures(scenario: Scenario, seed: int) -> Figures | None:
@@ -242,12 +242,22 @@ def _figures(scenario: Scenario, seed: int) -> Figures | None:
     return None if outcome.findings or len(outcome.steps) < _FEWEST_STEPS else figures_of(outcome)
 
 
-def _told(changes: Mapping[str, Sequence[tuple[Figures, Figures]]], off: float) -> str:
+def _limit(metrics: Sequence[Mapping[str, float]]) -> str:
+    """Which side the run waits for, where it is clear."""
+    trainer, engines = (1 - mean([m[key] for m in metrics]) for key in ("idle/trainer", "idle/engines"))
+    if engines > 0.85 > trainer:
+        return f"the engines are the limit (busy {engines:.0%}, the trainer {trainer:.0%}); "
+    return f"the trainer is the limit (busy {trainer:.0%}); " if trainer > 0.9 else ""
+
+
+def _told(changes: Mapping[str, Sequence[tuple[Figures, Figures]]], off: float, limit: str) -> str | None:
     shorter = {
         name: [after.step_s / before.step_s - 1 for before, after in runs]
         for name, runs in changes.items()
         if len(runs) > 1
     }
+    if not shorter:
+        return None
     parts: list[str] = []
     for name, gains in sorted(shorter.items(), key=lambda found: mean(found[1])):
         change, spread = mean(gains), stdev(gains)
@@ -257,5 +267,5 @@ def _told(changes: Mapping[str, Sequence[tuple[Figures, Figures]]], off: float) 
                 mean(figures.staleness_mean for figures in side) for side in zip(*changes[name], strict=True)
             )
             parts.append(f"{name}: {change:+.0%} +- {spread * 100:.0f} a step, staleness {was:.1f} -> {becomes:.1f}")
-    told = "; ".join(parts) or f"none of {', '.join(changes)} makes a step clearly shorter"
-    return f"{told} (simulated with the times of this run, whose own step comes out {off:+.0%})"
+    told = "; ".join(parts) or f"none of {', '.join(shorter)} makes a step clearly shorter"
+    return f"{limit}{told} (simulated with the times of this run, whose own step comes out {off:+.0%})"

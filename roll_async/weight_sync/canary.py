@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from itertools import chain, pairwise, zip_longest
 from math import fsum
 
-from roll_async.config.schema import PipelineConfig, roles_on_engine_devices
+from roll_async.config.schema import PipelineConfig, roles_in_turns
 from roll_async.schema import Group, WeightVersion
 from roll_async.weight_sync.protocol import UpdatedReplica, WeightSource
 
@@ -107,7 +107,7 @@ class CanaryOptions:
             longest=context - 1,
             band=band_of(config),
             stop=push.on_mismatch == "stop",
-            at_once=bool(roles_on_engine_devices(config)),  # engines that sleep in the next step do not answer in it
+            at_once=bool(roles_in_turns(config)),  # engines that sleep in the next step do not answer in it
             adapter=bool(config.actor_train.model_args.lora_rank),
             timeout_s=config.async_training.sync_timeout,
         )

@@ -42,38 +42,50 @@ class Digest:
         self.total = 0
         """Sum of everything added so far, below 2**128."""
 
-    def update(self, slot: TensorSlot, data: Tensor) -> int:
-        """Add one piece; its digest. `data`: all of its bytes, also if few of them were sent, uint8, on any device;
-        only bytes that are read are copied.
-        """
-        piece = self.of(slot, data)
-        self.add(piece)
-        return piece
-
     def add(self, value: int) -> None:
         """Add the digest of one piece, or of several."""
         self.total = (self.total + value) % _MODULUS
 
+    def of_block(self, pieces: Sequence[tuple[TensorSlot, Tensor]]) -> list[int]:
+        """Digests of the pieces of a block, each with all of its bytes, also if few of them were sent: uint8, on any
+        device. Only bytes that are read leave it: the windows of all pieces in one transfer.
+        """
+        if self._verify != "sample" or self._on_host:
+            return [self.of(slot, data) for slot, data in pieces]
+        windows = [
+            [data[start : start + _WINDOW_BYTES] for start in _window_starts(data.numel())] for _, data in pieces
+        ]
+        flat = [window for of_piece in windows for window in of_piece]
+        read, begin, found = bytes_of(torch.cat(flat)) if flat else b"", 0, []
+        for (slot, data), of_piece in zip(pieces, windows, strict=True):
+            end = begin + sum(window.numel() for window in of_piece)
+            found.append(_piece(slot, data, read[begin:end]))
+            begin = end
+        return found
+
     def of(self, slot: TensorSlot, data: Tensor) -> int:
         """Digest of one piece."""
-        piece = hashlib.blake2b(digest_size=16)
-        # With name and place: equal bytes in another tensor, or elsewhere in it, are not equal.
-        piece.update(f"{slot.name}|{slot.dtype}|{slot.shape}|{slot.cut}|{data.numel()};".encode())
         if self._verify == "full":
-            piece.update(xxh3_128_digest(bytes_of(data)) if self._on_host else _fold(data))
-        elif self._verify == "sample":
-            starts = _window_starts(data.numel())
-            if data.is_cuda and starts:  # one transfer for all windows instead of one each
-                piece.update(bytes_of(torch.cat([data[start : start + _WINDOW_BYTES] for start in starts])))
-            else:
-                whole = bytes_of(data)  # cutting a tensor would cost more than the digest
-                for start in starts:
-                    piece.update(whole[start : start + _WINDOW_BYTES])
-        return int.from_bytes(piece.digest(), "big")
+            return _piece(slot, data, xxh3_128_digest(bytes_of(data)) if self._on_host else _fold(data))
+        if self._verify == "none":
+            return _piece(slot, data, b"")
+        if not self._on_host:
+            return self.of_block([(slot, data)])[0]
+        whole = bytes_of(data)  # cutting a tensor would cost more than the digest
+        return _piece(slot, data, *(whole[start : start + _WINDOW_BYTES] for start in _window_starts(data.numel())))
 
     def hexdigest(self) -> str:
         """Digest of everything added so far."""
         return f"{self.total:032x}"
+
+
+def _piece(slot: TensorSlot, data: Tensor, *content: bytes | memoryview) -> int:
+    piece = hashlib.blake2b(digest_size=16)
+    # With name and place: equal bytes in another tensor, or elsewhere in it, are not equal.
+    piece.update(f"{slot.name}|{slot.dtype}|{slot.shape}|{slot.cut}|{data.numel()};".encode())
+    for part in content:
+        piece.update(part)
+    return int.from_bytes(piece.digest(), "big")
 
 
 class FrozenDigest:

@@ -215,9 +215,11 @@ class BlockSender:
         index, self._index = self._index, self._index + 1
         num_bytes = size_of(planned)
         location, data = self.writer.write(index, planned, num_bytes)
-        for slot, _ in planned:  # the digest is over what receivers will hold: the written bytes, or what they change
-            whole = data[slot.offset : slot.offset + slot.num_bytes] if slot.num_values is None else self.kept[slot]
-            piece = self._digest.of(slot, whole)
+        pieces = [  # the digest is over what receivers will hold: the written bytes, or what they change
+            (slot, data[slot.offset : slot.offset + slot.num_bytes] if slot.num_values is None else self.kept[slot])
+            for slot, _ in planned
+        ]
+        for (slot, _), piece in zip(pieces, self._digest.of_block(pieces), strict=True):
             for rank in slot.ranks:
                 self.sent[rank] += piece  # `of_trainer` takes the modulus of the sum
                 self.kept.frozen.add(slot, piece, rank)
@@ -266,11 +268,13 @@ class Receiver:
     def take(self, bucket: Bucket) -> None:
         """Receive the pieces of a bucket that this rank keeps."""
         for block in bucket.blocks:
-            for slot, raw in self._reader.read(block, self._rank):
+            taken = []
+            for slot, raw in self._reader.read(block, self._rank):  # copied in here: afterwards it may be overwritten
                 whole = self._kept.whole(slot, raw, owned=self._owns_memory)
-                self._kept.frozen.add(slot, self._digest.update(slot, whole))
-                if whole is raw and not self._keeps_memory:
-                    whole = raw.clone()
+                taken.append((slot, raw.clone() if whole is raw and not self._keeps_memory else whole))
+            for (slot, whole), piece in zip(taken, self._digest.of_block(taken), strict=True):
+                self._digest.add(piece)
+                self._kept.frozen.add(slot, piece)
                 self._add(slot, whole.view(getattr(torch, slot.dtype)).view(slot.part_shape))
 
     def _add(self, slot: TensorSlot, tensor: Tensor) -> None:

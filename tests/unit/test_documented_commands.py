@@ -56,6 +56,10 @@ def typed(script, args):
 
 
 match program:
+    case "pip" if "--no-deps" in args:
+        named = [a for a in args[1:] if not a.startswith("-")]
+        others = [a for a in named if a not in (ROOT / "Makefile").read_text()]
+        assert named and not others, f"other releases than those of the Makefile: {{others}}"
     case "pip":
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
         name, _, wanted = args[-1].partition("[")

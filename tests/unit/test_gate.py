@@ -184,4 +184,4 @@ def test_engines_may_span_nodes_with_as_many_ranks_on_each_where_their_library_c
     assert "use pipeline_parallel_size: 1, or vllm, or order them" in refusal([0], [1, 2], 2, sglang, stages=2)
     assert "lie 3 on node 0, 1 on node 1, and a replica that spans nodes needs as many" in refusal([0], [1, 2, 3, 4], 4)
     shared = ("async_generation_ratio=0", "actor_train.world_size=2", "rollout_batch_size=64")
-    assert "actor_train takes turns on them; give engines" in refusal([1, 2], [1, 2], 2, *shared)
+    assert "actor_train shares them; give engines" in refusal([1, 2], [1, 2], 2, *shared)

@@ -73,11 +73,11 @@ def ask(tmp_path):
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
 
-    def run(*overrides, **env):
+    def run(*overrides, code=ASK, **env):
         where = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path / "hf")}
         keep = {k: v for k, v in os.environ.items() if k not in ("HF_HUB_OFFLINE", "HF_TOKEN")}
         return subprocess.run(
-            [sys.executable, "-c", ASK, str(CONFIG), *overrides],
+            [sys.executable, "-c", code, str(CONFIG), *overrides],
             capture_output=True, text=True, timeout=patient(120), cwd=tmp_path,
             env={**keep, **where, **env, "PYTHONPATH": str(ROOT)},
         )  # fmt: skip
@@ -98,6 +98,16 @@ def test_a_hub_name_is_fetched_once_and_found_in_the_cache_afterwards(ask):
     assert Path(rows).read_bytes() == FILES["rows.jsonl"]
     offline = ask(*names, HF_HUB_OFFLINE="1")
     assert offline.stdout == done.stdout, offline.stderr
+
+
+@pytest.mark.slow
+def test_a_conversion_takes_the_names_that_a_run_takes(ask):
+    code = "import sys; from roll_async.cli import main; sys.exit(main(['convert', sys.argv[2], 'there']))"
+    found = ask("acme/tiny", code=code)
+    assert found.returncode == 2 and "no such folder" not in found.stderr, "it was fetched, and is no model"
+    unknown = ask("nobody/nothing", code=code)
+    assert unknown.returncode == 2 and unknown.stderr.count("\n") == 1
+    assert "SOURCE: nobody/nothing is neither a folder here nor a repository of the hub" in unknown.stderr
 
 
 @pytest.mark.slow

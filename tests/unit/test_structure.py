@@ -154,8 +154,8 @@ def test_a_loss_is_two_files_and_an_estimator_too():
 
 
 def test_a_config_key_is_named_in_three_files_mostly():
-    """Over all keys whose name is no plain word; names of other programs, which are aliases, and the text of a first
-    config do not count.
+    """Over all keys whose name is no plain word. Names of other programs, which are aliases, do not count, nor does
+    the first config that `roll-async new` writes.
     """
     words = {
         str(path.relative_to(PACKAGE)): set(re.findall(r"\w+", path.read_text()))

@@ -1,10 +1,13 @@
-"""Log-probs at a large vocabulary: peak memory beyond logits and their gradient, time against plain log-softmax.
+"""Log-probs at a large vocabulary, as the trainer makes them (model/output_head.py): memory and time with products.
 
-    python tools/bench/logprobs_memory.py [--tokens 4096] [--vocabulary 151936] [--chunk 1024] [--device cpu]
+    python tools/bench/logprobs_memory.py [--tokens 4096] [--vocabulary 151936] [--hidden 896] [--device cpu]
+    python tools/bench/logprobs_memory.py --device cuda --tokens 65536 --seconds 0.15    # the head alone
 
-Forward and backward. Budgets: memory within 3 (8 with top-k/top-p) chunks of float32, time at most 1.3 times
-`log_softmax(logits.float()).gather()`. Each case runs in its own process, so that its peak is its own: on the CPU the
-high water mark of the resident memory, on a GPU the allocator's. The default needs 9 GB, because the plain form does.
+Forward and backward, from hidden states and the output layer's weight. Budgets: memory beyond the gradients within one
+piece of logits and 3 (8 with top-k/top-p) chunks of float32, time at most 1.3 times that of
+`log_softmax(linear(hidden, weight).float()).gather()`; with --seconds at most so long, and nothing else is measured.
+Each case runs in its own process, so that its peak is its own: on the CPU the high water mark of the resident memory,
+on a GPU the allocator's. The default needs 9 GB, because the plain form does.
 """
 
 from __future__ import annotations
@@ -16,8 +19,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
-ROOT = Path(__file__).resolve().parents[2]
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 TIME_BUDGET = 1.3
 TRUNCATION = {"top_k": 1000, "top_p": 0.95}
 
@@ -32,58 +40,78 @@ def resident_peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+class _Alone:
+    """A tensor group of one rank."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+def head_logprobs(hidden: Tensor, weight: Tensor, words: Tensor, **sampling: float) -> Tensor:
+    """[1,N] log-probs of `words` [1,N] for `hidden` [1,N,H]; the output layer is `weight` [V,H], whole on this rank."""
+    from roll_async.trainer.megatron import worker  # noqa: F401  # first: it lets Megatron run without CUDA
+
+    # isort: split
+    from roll_async.trainer.megatron.model.output_head import logprobs_of_hidden
+    from roll_async.trainer.megatron.settings import MegatronSettings
+
+    head = SimpleNamespace(multiplied_with=weight, tp_group=_Alone())
+    asked = torch.arange(words.numel(), device=words.device)
+    settings = MegatronSettings(model_folder="", **sampling)
+    return logprobs_of_hidden(hidden, head, words, asked, settings, with_entropy=False).logprobs
+
+
 def case(args: argparse.Namespace) -> None:
     """One process: memory of the first call, then times; prints a dict."""
-    import torch
-
-    sys.path.insert(0, str(ROOT))
-    from roll_async.algorithms.logprobs import token_logprobs
-
     on_gpu = args.device.startswith("cuda")
     generator = torch.Generator(args.device).manual_seed(0)
-    logits = torch.empty(1, args.tokens, args.vocabulary, dtype=getattr(torch, args.dtype), device=args.device)
-    logits.normal_(std=2.0, generator=generator)
-    tokens = torch.randint(0, args.vocabulary, (1, args.tokens), generator=generator, device=args.device)
+    made = {"dtype": getattr(torch, args.dtype), "device": args.device}
+    hidden = torch.empty(1, args.tokens, args.hidden, **made).normal_(std=1.0, generator=generator)
+    weight = torch.empty(args.vocabulary, args.hidden, **made).normal_(std=0.05, generator=generator)
+    words = torch.randint(0, args.vocabulary, (1, args.tokens), generator=generator, device=args.device)
     settings = TRUNCATION if args.case == "truncated" else {}
 
     def peak() -> int:
         return torch.cuda.max_memory_allocated() if on_gpu else resident_peak()
 
-    def forward(leaf: torch.Tensor, chunk: int) -> torch.Tensor:
-        given = tokens[:, : leaf.shape[1]]
-        return token_logprobs(logits_BTV=leaf, tokens_BT=given, chunk_tokens=chunk, **settings).logprobs.sum()
+    def head(*leaves: Tensor) -> Tensor:
+        return head_logprobs(*leaves, words[:, : leaves[0].shape[1]], **settings).sum()
 
-    def chunked(leaf: torch.Tensor) -> None:
-        forward(leaf, args.chunk).backward()
+    def plain(hidden: Tensor, weight: Tensor) -> Tensor:
+        logits = torch.nn.functional.linear(hidden, weight).float()
+        return torch.log_softmax(logits, -1).gather(-1, words[..., None]).sum()
 
-    def plain(leaf: torch.Tensor) -> None:
-        torch.log_softmax(leaf.float(), -1).gather(-1, tokens[..., None]).sum().backward()
-
-    def timed(form: Callable[[torch.Tensor], None]) -> float:
+    def seconds(form: Callable[..., Tensor]) -> float:
         times = []
         for _ in range(args.repeats):
-            leaf = logits.detach().requires_grad_()
+            leaves = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
             started = time.perf_counter()
-            form(leaf)
+            form(*leaves).backward()
             if on_gpu:
                 torch.cuda.synchronize()
             times.append(time.perf_counter() - started)
         return min(times)
 
-    forward(
-        logits[:, :2].detach().requires_grad_(), 1
-    ).backward()  # libraries and threads are loaded before the mark is read
+    # Libraries, threads and compiled passes are loaded before the mark is read.
+    for tokens in (2, 3):
+        head(hidden[:, :tokens].detach().requires_grad_(), weight.detach().requires_grad_()).backward()
     if on_gpu:
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated() if on_gpu else resident_peak()
-    loss = forward(logits.detach().requires_grad_(), args.chunk)
+    loss = head(hidden.detach().requires_grad_(), weight.detach().requires_grad_())
     in_forward = peak() - before  # no gradient exists yet
     loss.backward()
-    in_backward = peak() - before - logits.nbytes
-    result = {"forward_bytes": in_forward, "backward_bytes": in_backward, "logits_bytes": logits.nbytes}
+    # The first call left the gradient's pages of the weight to the allocator of the CPU.
+    gradients = hidden.nbytes + weight.nbytes if on_gpu else hidden.nbytes
+    result = {"forward_bytes": in_forward, "backward_bytes": peak() - before - gradients}
+    if args.case != "truncated":
+        result["head_s"] = seconds(head)
     if args.case == "plain":
-        result |= {"chunked_s": timed(chunked), "plain_s": timed(plain)}
-        result["plain_extra_bytes"] = peak() - before - logits.nbytes
+        result |= {"plain_s": seconds(plain), "plain_extra_bytes": peak() - before - gradients}
     print(json.dumps(result))
 
 
@@ -96,50 +124,40 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--vocabulary", type=int, default=151_936)
-    parser.add_argument("--chunk", type=int, default=1024)
+    parser.add_argument("--hidden", type=int, default=896)
     parser.add_argument("--truncated-tokens", type=int, default=1024, help="sorting the vocabulary is slow on a CPU")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--case", choices=("plain", "truncated"), help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, help="budget of the head alone")
+    parser.add_argument("--case", choices=("head", "plain", "truncated"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.case:
         case(args)
         return
+    from roll_async.trainer.megatron.memory_estimate import CHUNK_BYTES, LOGITS_BYTES
     from tools.machine import machine_line
 
     print(machine_line(args), flush=True)
-    shape = {"vocabulary": args.vocabulary, "chunk": args.chunk, "dtype": args.dtype, "device": args.device}
-    for name, chunks, tokens in (("plain", 3, args.tokens), ("truncated", 8, args.truncated_tokens)):
-        command = [
-            sys.executable,
-            str(Path(__file__).resolve()),
-            *sys.argv[1:],
-            "--case",
-            name,
-            "--tokens",
-            str(tokens),
-        ]
+    shape = {"vocabulary": args.vocabulary, "hidden": args.hidden, "dtype": args.dtype, "device": args.device}
+    device = args.device.partition(":")[0]
+    cases = (("plain", 3, args.tokens), ("truncated", 8, args.truncated_tokens))
+    for name, chunks, tokens in (("head", 3, args.tokens),) if args.seconds else cases:
+        script = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:]]
+        command = [*script, "--case", name, "--tokens", str(tokens)]
         done = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
-        bound = chunks * args.chunk * args.vocabulary * 4
-        title = "logprobs_memory" if name == "plain" else "logprobs_memory_truncated"
+        bound = LOGITS_BYTES[device] + chunks * CHUNK_BYTES[device]
         worst = max(done["forward_bytes"], done["backward_bytes"])
         extra = {k: v for k, v in done.items() if k.endswith("_bytes")}
-        report(
-            title,
-            worst,
-            "B",
-            worst / bound,
-            1.0,
-            bound=bound,
-            tokens=tokens,
-            **extra,
-            **shape,
-        )
+        title = "logprobs_memory_truncated" if name == "truncated" else "logprobs_memory"
+        report(title, worst, "B", worst / bound, 1.0, bound=bound, tokens=tokens, **extra, **shape)
         if name == "plain":
-            ratio = done["chunked_s"] / done["plain_s"]
+            ratio = done["head_s"] / done["plain_s"]
             seconds = {"plain_s": round(done["plain_s"], 3), "tokens": tokens}
-            report("logprobs_time", round(done["chunked_s"], 3), "s", ratio, TIME_BUDGET, **seconds, **shape)
+            report("logprobs_time", round(done["head_s"], 3), "s", ratio, TIME_BUDGET, **seconds, **shape)
+        elif name == "head":
+            ratio = done["head_s"] / args.seconds
+            report("logprobs_time", round(done["head_s"], 4), "s", ratio, 1.0, tokens=tokens, **shape)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python tools/bench/loss_overhead.py [--rows 64] [--length 2048] [--vocabulary 151936] [--measured-tokens 1024]
 
 One line per loss, at the slowest of its ratio levels. The log-probs are measured, forward and backward, on
---measured-tokens tokens and scaled to rows x length: they are computed chunk by chunk, so their cost is proportional,
-and the logits of 64 x 2,048 tokens do not fit. Budget: 5 % of the log-probs.
+--measured-tokens tokens, products with the output layer included (model/output_head.py), and scaled to rows x length:
+they are computed piece by piece, so their cost is proportional. Budget: 5 % of the log-probs.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from roll_async.algorithms.aggregation import aggregate, count_denominators, reduce_metrics
 from roll_async.algorithms.correction import CorrectionOptions, correct, correction_metrics
 from roll_async.algorithms.kl import kl_estimate
-from roll_async.algorithms.logprobs import token_logprobs
 from roll_async.algorithms.policy_losses import POLICY_LOSSES, PolicyLossInputs
 from roll_async.config.options.policy_loss_options import POLICY_LOSS_OPTIONS, ProductRatioLevel, RatioLevel
+from tools.bench.logprobs_memory import head_logprobs
 
 BUDGET = 0.05
 TRUST_LEVELS, WEIGHT_LEVELS = get_args(RatioLevel), get_args(ProductRatioLevel)
@@ -52,12 +52,14 @@ def seconds(work: Callable[[], None], repeats: int, device: str) -> float:
 
 
 def logprobs_seconds(args: argparse.Namespace) -> float:
-    logits = torch.empty(1, args.measured_tokens, args.vocabulary, dtype=torch.bfloat16, device=args.device).normal_()
+    made = {"dtype": torch.bfloat16, "device": args.device}
+    hidden = torch.empty(1, args.measured_tokens, args.hidden, **made).normal_()
+    weight = torch.empty(args.vocabulary, args.hidden, **made).normal_(std=0.05)
     tokens = torch.randint(0, args.vocabulary, (1, args.measured_tokens), device=args.device)
 
     def work() -> None:
-        leaf = logits.detach().requires_grad_()
-        token_logprobs(logits_BTV=leaf, tokens_BT=tokens).logprobs.sum().backward()
+        leaves = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+        head_logprobs(*leaves, tokens).sum().backward()
 
     return seconds(work, args.repeats, args.device) * args.rows * args.length / args.measured_tokens
 
@@ -108,6 +110,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--vocabulary", type=int, default=151_936)
+    parser.add_argument("--hidden", type=int, default=896)
     parser.add_argument("--measured-tokens", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="cpu")

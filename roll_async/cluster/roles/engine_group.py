@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import ray
@@ -115,10 +116,11 @@ class EngineReplica:
 
     async def start(self) -> tuple[EngineCapabilities, tuple[ProcessId, ...]]:
         """Load the model. Returns also the processes of this replica on this node."""
+        from roll_async.inference.backends import create_engine, started
         from roll_async.inference.engine_host import EngineHost
 
         with defer_gc_during_startup():
-            await self._engine.start()
+            self._engine = await started(self._engine, partial(create_engine, self._strategy, self._settings))
         self._host = EngineHost(self._engine)
         return self._engine.capabilities, process_ids()
 

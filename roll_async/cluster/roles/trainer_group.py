@@ -245,8 +245,8 @@ class RayTrainerGroup:
         embedded: bool,
         folders: SharedFolders,
     ) -> RayTrainerGroup:
-        """Start one process per placement and join them in one torch.distributed group. Raises ValueError for what the
-        user can fix, StallError when they do not come up in time.
+        """Start one process per placement, which `load_model` joins in one torch.distributed group. Raises ValueError
+        for what the user can fix, StallError when they do not come up in time.
         """
         if embedded:
             # All ranks are on this machine, so none of their ports need be open to others.
@@ -267,16 +267,23 @@ class RayTrainerGroup:
                 group._host = addresses[0]  # rank 0 listens, so its node
             with starting(role.name, "imports"):
                 await group._all(RankCalls.imports)
-                port = await group._listen()
-            with starting(role.name, "load") as parts:
-                group._started = await group._all(RankCalls.start, len(ranks), group._host, port)
-                parts.update(max((s.seconds for s in group._started), key=lambda seconds: sum(seconds.values())))
         except BaseException:  # also when cancelled: the processes must not be left
             group._kill()
             raise
-        for line in group._started[0].log:
-            logger.info("%s: %s", role.name, line)
         return group
+
+    async def load_model(self) -> None:
+        """Load the model on the devices. Raises what `start` raises."""
+        try:
+            port = await self._listen()
+            with starting(self.name, "load") as parts:
+                self._started = await self._all(RankCalls.start, len(self._ranks), self._host, port)
+                parts.update(max((s.seconds for s in self._started), key=lambda seconds: sum(seconds.values())))
+        except BaseException:  # ranks that wait for others would not close
+            self._kill()
+            raise
+        for line in self._started[0].log:
+            logger.info("%s: %s", self.name, line)
 
     async def restart(self, settings: MegatronSettings) -> None:
         """Return the role to the state of a new start, in the same processes: for many short runs on the same ranks."""

@@ -7,7 +7,7 @@ import click
 from roll_async.buffer.states import QueueOptions
 from roll_async.commands.command_line import AS_TYPED, print_pairs
 from roll_async.commands.configs.validate import one_config
-from roll_async.config.schema import PipelineConfig, RLVRConfig, WorkerConfig
+from roll_async.config.schema import PipelineConfig, RLVRConfig, WorkerConfig, roles_on_engine_devices
 from roll_async.config.schema_worker import MegatronInferConfig, MegatronTrainConfig
 from roll_async.weight_sync.adapters import choose_adapters
 from roll_async.weight_sync.bucket import STAGED
@@ -52,6 +52,9 @@ def placement(config: PipelineConfig) -> list[tuple[str, str]]:
             rows.append((name, f"{config.num_servers} {engine} replicas{_share(worker, config)} {where}{apart}"))
         else:
             rows.append((name, f"{worker.num_ranks} ranks {where}{_parallel(worker)}"))
+    if shared := roles_on_engine_devices(config):
+        how = "take turns" if config.colocation == "turns" else "are resident side by side"
+        rows.append(("colocation", f"{config.colocation}: {', '.join(shared)} and actor_infer {how} on shared devices"))
     if isinstance(config, RLVRConfig):
         hosts = ", ".join(
             f"{domain} ({reward.type}) x {reward.num_workers}" for domain, reward in config.rewards.items()

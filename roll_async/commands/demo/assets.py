@@ -64,7 +64,9 @@ def make_model(folder: Path, size: str) -> None:
     """A randomly initialised Qwen2."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # of writing a file of two megabytes
     torch.manual_seed(0)
     hidden, layers, heads = SIZES[size]
     config = Qwen2Config(

@@ -7,11 +7,11 @@ import re
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 
 from roll_async.commands.doctor.findings import Finding, Level
+from roll_async.config.versions import installed_release
 from roll_async.observe.machine import gpus_here
 
 _ASKED = "name,memory.total,memory.used,driver_version,compute_cap"
@@ -91,7 +91,8 @@ def _cuda(driver: float, built_for: str | None) -> Iterator[Finding]:
         yield Finding(Level.PROBLEM, "CUDA", f"torch wants CUDA {built_for}, the driver {driver} is older", remedy)
     else:
         yield Finding(Level.OK, "CUDA", f"torch is built for {built_for}")
-    nccl = [f"{d.name} {d.version}" for d in distributions() if str(d.name).startswith("nvidia-nccl")]
+    names = [f"nvidia-nccl-cu{cuda}" for cuda in _DRIVERS]
+    nccl = [f"{name} {release}" for name in names if (release := installed_release(name)) is not None]
     remedy = "" if nccl else "pip install the nvidia-nccl of torch's CUDA; builds from source may hold their own"
     yield Finding(Level.OK if nccl else Level.WARN, "NCCL", ", ".join(nccl) or "no package of it", remedy)
 

@@ -32,7 +32,6 @@ CHECKS: dict[str, Check] = {
     "open files": machine.open_files,
     "disk": partial(machine.disk, Path("output")),
     "loopback": machine.loopback,
-    "proxy": machine.proxies,
     "Ray": machine.ray_cluster,
 }
 

@@ -131,16 +131,6 @@ def loopback(address: str = "127.0.0.1") -> Iterator[Finding]:
         yield Finding(Level.PROBLEM, "loopback", f"no connection on {address}: {error.strerror or error}", remedy)
 
 
-def proxies(env: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """A proxy that requests to this machine would be sent to."""
-    lower = {name.lower(): value for name, value in env.items()}
-    used = [name for name in ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy") if lower.get(name)]
-    spared = {part.strip() for part in lower.get("no_proxy", "").split(",")}
-    if used and not spared & {"127.0.0.1", "127.0.0.0/8", "*"}:
-        said = f"{', '.join(used)} set, and no_proxy does not spare 127.0.0.1"
-        yield Finding(Level.WARN, "proxy", said, "export no_proxy=localhost,127.0.0.1")
-
-
 def ray_cluster(env: Mapping[str, str] = os.environ, within_s: float = _CLUSTER_WITHIN_S) -> Iterator[Finding]:
     """Whether the cluster answers that a run would join. Its host is not told: issues are public."""
     address = env.get("RAY_ADDRESS")

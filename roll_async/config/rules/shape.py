@@ -105,7 +105,8 @@ def devices(config: PipelineConfig) -> Findings:
             yield "C110", f"{role}.world_size", message
     infer = set(config.actor_infer.device_mapping or ())
     key = "actor_infer.device_mapping"
-    for role, worker in config.roles() if config.is_async else ():
+    in_turns = config.colocation == "turns"
+    for role, worker in config.roles() if config.is_async and in_turns else ():
         shared = sorted(infer & set(worker.device_mapping or ()))
         if role != "actor_infer" and shared:
             r = number(config.async_generation_ratio)
@@ -115,7 +116,7 @@ def devices(config: PipelineConfig) -> Findings:
             )
             yield "C111", key, message
     train = set(config.actor_train.device_mapping or ())
-    if not config.is_async and infer & train and not (infer <= train or train <= infer):
+    if not (config.is_async and in_turns) and infer & train and not (infer <= train or train <= infer):
         shared = ids_text(sorted(infer & train))
         message = f"overlaps actor_train.device_mapping in part ({shared}); make them equal, nested or disjoint"
         yield "C112", key, message

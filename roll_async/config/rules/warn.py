@@ -4,7 +4,7 @@ from roll_async.config import processor
 from roll_async.config.options.policy_loss_options import DecoupledPpoOptions, Kimi15Options, KlCovOptions
 from roll_async.config.rules.every import placed
 from roll_async.config.rules.shape import Findings
-from roll_async.config.schema import PipelineConfig, RLVRConfig, WorkerConfig
+from roll_async.config.schema import PipelineConfig, RLVRConfig, WorkerConfig, roles_on_engine_devices
 from roll_async.config.schema_async import InterruptConfig
 from roll_async.config.schema_worker import MegatronInferConfig, MegatronTrainConfig
 from roll_async.config.yaml.diagnostics import Diagnostic
@@ -157,6 +157,16 @@ def written_without_effect(config: PipelineConfig, root: Node) -> Findings:
             "async_training.staleness.soft_versions",
             (staleness.soft_versions or 0) > staleness.max_versions,
             f"no sample is older than max_versions {staleness.max_versions}",
+        ),
+        (
+            "colocation",
+            config.colocation == "resident" and not roles_on_engine_devices(config),
+            "no role shares a device with actor_infer",
+        ),
+        (
+            "actor_infer.strategy_args.strategy_config.extra.enable_sleep_mode",
+            config.colocation == "resident",
+            "engines never sleep with colocation: resident",
         ),
         ("validation.num_replicas", config.validation_mode != "replicas", "it is for mode replicas"),
         ("val_env_manager.num_replicas", config.validation_mode != "replicas", "it is for mode replicas"),

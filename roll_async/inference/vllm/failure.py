@@ -14,8 +14,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from roll_async.inference.backends import MemoryMoved
 from roll_async.weight_sync.errors import EngineDead
 
+# What its processes say of it are an AssertionError and a ValueError like any other: only their words tell them.
+_MEMORY_MOVED = ("Error in memory profiling", "Free memory on device")
 _PATH = "VLLM_LOGGING_CONFIG_PATH"
 _ERROR_LINE = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception|Exit|Interrupt|Died)(?::|$)")
 
@@ -23,7 +26,7 @@ _ERROR_LINE = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception|Exi
 @contextmanager
 def start_errors() -> Iterator[None]:
     """Around the start of vLLM, before it is imported. Raises RuntimeError with the first exception that one of its
-    processes logged; without one (it was killed), with what vLLM says of it.
+    processes logged; without one (it was killed), with what vLLM says of it. MemoryMoved where that is why.
     """
     given = os.environ.get(_PATH)
     with tempfile.TemporaryDirectory(prefix="vllm-start-") as folder:
@@ -34,7 +37,9 @@ def start_errors() -> Iterator[None]:
             yield
         except (RuntimeError, OSError, AssertionError) as error:  # a ValueError is for the user to fix
             logged = first_exception(log.read_text(errors="replace")) if log.is_file() else None
-            raise RuntimeError(f"vLLM did not start: {logged or f'{type(error).__name__}: {error}'}") from error
+            told = f"vLLM did not start: {logged or f'{type(error).__name__}: {error}'}"
+            kind = MemoryMoved if any(words in told for words in _MEMORY_MOVED) else RuntimeError
+            raise kind(told) from error
         finally:
             if given is None:
                 del os.environ[_PATH]

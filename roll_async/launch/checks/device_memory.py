@@ -1,11 +1,13 @@
 """Estimate of the memory on each device of a config: trainer roles, engines, weight buckets; and whether it fits.
 
-Roles that share devices use them in turns where both can free their memory: the engine sleeps while the trainer trains,
-the trainer's state is in host memory while the engine generates, and a push needs the weights of both on the device.
+Roles that share devices use them in turns: the engine sleeps while the trainer trains, the trainer's state is in host
+memory while the engine generates, and a push needs the weights of both on the device. With `colocation: resident` all
+of it is there at the same time.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,6 +28,10 @@ CONTEXT_BYTES = int(1.5e9)
 """CUDA context, libraries and NCCL's buffers of one process."""
 ENGINE_WORK_BYTES = int(2e9)
 """Activations, logits of the sampled positions and CUDA graphs of an engine rank."""
+RESIDENT_MARGIN = 0.05
+"""Share of a device that stays free where trainer and engine are resident: torch's allocator keeps freed blocks that no
+other process can have, and the engine starts again beside a trainer that holds all of its own.
+"""
 _KV_BYTES = 2
 
 
@@ -53,6 +59,8 @@ class DeviceUse:
     engine: EngineBytes | None
     buckets: int
     device_bytes: int
+    resident: bool = False
+    """Trainer and engine hold their memory at the same time."""
 
     @property
     def training(self) -> int:
@@ -76,8 +84,15 @@ class DeviceUse:
         return self.engine.reserved + len(self.trainers) * CONTEXT_BYTES
 
     @property
+    def beside_engine(self) -> int:
+        """What a resident engine cannot have."""
+        return self.training + self.buckets + int(RESIDENT_MARGIN * self.device_bytes)
+
+    @property
     def total(self) -> int:
-        """The largest phase."""
+        """The largest phase; of resident roles all of it."""
+        if self.resident and self.engine is not None and self.trainers:
+            return self.beside_engine + self.engine.reserved
         return max(self.training, self.pushing, self.generating)
 
     @property
@@ -91,6 +106,8 @@ class DeviceUse:
             )
         if self.total <= self.device_bytes:
             return None
+        if self.resident and self.engine is not None and self.trainers:
+            return self._not_resident(self.engine)
         phase = max(("training", "pushing", "generating"), key=lambda name: getattr(self, name))
         remedy = (
             "more tensor, pipeline or expert ranks, use_distributed_optimizer, optimizer_cpu_offload, "
@@ -99,6 +116,20 @@ class DeviceUse:
             else "a smaller gpu_memory_utilization (mem_fraction_static) of actor_infer"
         )
         return f"{phase} takes {self.total / GB:.1f} of {self.device_bytes / GB:.0f} GB: {remedy}"
+
+    def _not_resident(self, engine: EngineBytes) -> str:
+        least, left = engine.reserved - engine.kv, self.device_bytes - self.beside_engine
+        share = math.floor(100 * left / self.device_bytes) / 100
+        smaller = (
+            f"gpu_memory_utilization (mem_fraction_static) of actor_infer at most {share}, " if left > least else ""
+        )
+        parts = {"trainer": self.training, "engine": engine.reserved, "buckets": self.buckets}
+        return (
+            f"colocation=resident needs {self.total / GB:.1f} GB "
+            f"({', '.join(f'{size / GB:.1f} {name}' for name, size in parts.items())}, {RESIDENT_MARGIN:.0%} margin), "
+            f"there are {self.device_bytes / GB:.0f}: {smaller}colocation: turns with async_generation_ratio: 0, or "
+            "devices of their own"
+        )
 
 
 def device_uses(config: PipelineConfig, device_bytes: int) -> list[DeviceUse]:
@@ -125,6 +156,7 @@ def device_uses(config: PipelineConfig, device_bytes: int) -> list[DeviceUse]:
             # Two: the one that is pulled and the one being filled (`transport/links.py`).
             buckets=2 * config.weight_sync.bucket_size_mb * (1 << 20) if {"actor_train", "engine"} & set(roles) else 0,
             device_bytes=device_bytes,
+            resident=config.colocation == "resident",
         )
         for roles, devices in groups.items()
     ]

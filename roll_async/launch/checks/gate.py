@@ -187,7 +187,7 @@ def _devices(config: PipelineConfig) -> Iterator[str]:
             )
         elif roles := roles_on_engine_devices(config):
             yield (
-                f"{what} lie on nodes {[node for node, _ in by_node]}, and {', '.join(roles)} takes turns on them; "
+                f"{what} lie on nodes {[node for node, _ in by_node]}, and {', '.join(roles)} shares them; "
                 "give engines that span nodes devices of their own"
             )
         else:

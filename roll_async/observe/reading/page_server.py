@@ -16,11 +16,13 @@ from roll_async.observe.reading.sample_index import SampleFilter
 T = TypeVar("T")
 _PAGE = Path(__file__).parent / "page"
 _FILES = ("uplot.css", "view.css", "uplot.js", "tokens.js", "view.js")
-_KINDS = {"css": "text/css", "js": "text/javascript"}
 _HOSTS = ("127.0.0.1", "localhost")
 _ROWS_IN_FILE, _BYTES_IN_FILE = 2000, 20 << 20
 """Newest samples that a page without a server has."""
-_POLICY = "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; connect-src 'self'; base-uri 'none'"
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'"
+)
 
 
 def columns(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float | None]]:
@@ -42,7 +44,7 @@ class PageServer:
         app.add_routes(
             [
                 web.get("/", self._index),
-                web.get("/page/{name}", self._file),
+                web.static("/page", _PAGE),
                 web.get("/api/runs", self._about),
                 web.get("/api/differences", self._differences),
                 web.get("/api/runs/{run}/metrics", self._metrics),
@@ -68,12 +70,6 @@ class PageServer:
 
     async def _index(self, request: web.Request) -> web.Response:
         return web.Response(text=(_PAGE / "index.html").read_text(), content_type="text/html")
-
-    async def _file(self, request: web.Request) -> web.Response:
-        name = request.match_info["name"]
-        if name not in _FILES:
-            raise web.HTTPNotFound
-        return web.Response(text=(_PAGE / name).read_text(), content_type=_KINDS[name.rpartition(".")[2]])
 
     async def _about(self, request: web.Request) -> web.Response:
         return web.json_response(await self._read(lambda: [run.about() for run in self._runs]))

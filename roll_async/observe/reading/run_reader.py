@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 
 from roll_async.observe.reading.advisories import advisories
-from roll_async.observe.reading.sample_index import INDEX, SampleIndex
+from roll_async.observe.reading.sample_index import INDEX, SampleIndex, finite
 from roll_async.observe.run_folder import leaves
 from roll_async.observe.run_record import read_record, state_of
 from roll_async.observe.sample_dump import SAMPLES
@@ -79,7 +79,7 @@ class RunReader:
         lines = self._metrics.new()
         if self._metrics.generation != self._read[0]:
             self._rows = []
-        self._rows += [_numbers(json.loads(line)) for line in lines]
+        self._rows += [_numbers(finite(line)) for line in lines]
         self._read = (self._metrics.generation, self._read[1])
         return self._rows
 

@@ -9,6 +9,7 @@ import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,10 @@ class SampleFilter:
         }
         asked = {text: value for text, value in conditions.items() if value is not None}
         return " and ".join(asked) or "1", list(asked.values())
+
+
+finite = partial(json.loads, parse_constant=lambda name: None)
+"""As JSON is read by browsers, which know no NaN and no Infinity: they become null."""
 
 
 class SampleIndex:
@@ -158,7 +163,7 @@ class SampleIndex:
     def _read(self, row: Mapping[str, object]) -> dict[str, object]:
         with open(self._folder / str(row["file"]), "rb") as file:
             file.seek(row["offset"])  # type: ignore[arg-type]
-            return json.loads(file.read(row["size"]))  # type: ignore[arg-type]
+            return finite(file.read(row["size"]))  # type: ignore[arg-type]
 
     def close(self) -> None:
         """Close the table."""
@@ -188,5 +193,5 @@ def _without_tokens(line: bytes) -> dict[str, Any]:
     """
     begins, ends = line.find(b',"prompt_token_ids":'), line.rfind(b',"prompt":')
     if not 0 < begins < ends:  # a dump of an earlier version
-        return json.loads(line)
-    return json.loads(line[:begins] + b"}") | json.loads(b"{" + line[ends + 1 :])
+        return finite(line)
+    return finite(line[:begins] + b"}") | finite(b"{" + line[ends + 1 :])

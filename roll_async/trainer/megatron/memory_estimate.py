@@ -17,8 +17,13 @@ from roll_async.checkpoint.transforms import HeadLayout
 from roll_async.trainer.megatron.settings import MegatronSettings
 
 _DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-_LOGITS_BYTES, _CHUNK_BYTES = 1 << 30, 3 * (128 << 20)
-"""Of the logits of one piece (trainer/megatron/model/output_head.py), and of the float32 copies of a chunk of them."""
+LOGITS_BYTES = {"cuda": 1 << 30, "cpu": 256 << 20}
+"""Of the logits of one piece, in the model's dtype; their gradient takes their place."""
+CHUNK_BYTES = {"cuda": 128 << 20, "cpu": 2 << 20}
+"""Of one float32 copy of some rows, where nothing is compiled; up to 3 are alive, 8 with truncated sampling. On the CPU
+they fit a core's cache, and are memory the allocator has at hand: fresh pages cost like a pass.
+"""
+_LOGITS_BYTES, _CHUNK_BYTES = LOGITS_BYTES["cuda"], 3 * CHUNK_BYTES["cuda"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -304,6 +309,7 @@ def _layer_activation(model: HfConfig, settings: MegatronSettings, layer: int) -
         dispatched = 2 * chosen * hidden
     else:
         ffn, dispatched = model.integer("intermediate_size") // sizes.tensor, 0
-    # Inputs and outputs of two norms; queries, keys before and after rotation, values, output; gate, up, their product.
-    kept = 4 * wide + 3 * queries + 2 * keys + values + 4 * ffn + dispatched
+    # Inputs and outputs of two norms; queries, keys before and after rotation, values, output; gate and up, from which
+    # the backward pass of a fused SwiGLU makes all else, and their product.
+    kept = 4 * wide + 3 * queries + 2 * keys + values + 3 * ffn + dispatched
     return kept * _DTYPE_BYTES[settings.dtype]

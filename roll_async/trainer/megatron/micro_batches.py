@@ -67,6 +67,7 @@ class ModelFeed:
     padding: Tensor  # like tokens, bool: not a token of any row
     bounds: tuple[int, ...] | None
     """packed: where each sequence starts in the pack (over all context ranks), and the end; None: padded rows."""
+    starts: Tensor | None = None  # [R+1] int32: `bounds` on the device
     experts: Tensor | None = None  # [q,s,L,K] int16, -1 where nothing is recorded
 
 
@@ -126,6 +127,7 @@ def cut(
         asked=lay(predicts, False).flatten().nonzero()[:, 0].to(device),
         padding=~lay(valid, False).to(device),
         bounds=bounds,
+        starts=None if bounds is None else torch.tensor(bounds, dtype=torch.int32).to(device),
         experts=None
         if step.experts is None
         else _experts_at(step.experts, lay(_recorded(step.experts, fed, width), -1)).to(device),

@@ -13,13 +13,13 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from roll_async.algorithms.logprobs import TokenLogprobs
 from roll_async.trainer.megatron.micro_batches import MicroBatch, ModelFeed, StepRows, cut, rows_of
+from roll_async.trainer.megatron.model.attention import PackedRows
 from roll_async.trainer.megatron.model.layer_spec import choose_layers
 from roll_async.trainer.megatron.model.output_head import OutputHead, logprobs_of_hidden
 from roll_async.trainer.megatron.model.router_replay import RouterReplay
@@ -47,10 +47,8 @@ class ModelRunner:
         self._head = heads[0] if heads else None
         for head in heads:
             head.deferred = True
-        # Local layers and Megatron's rotary embedding read the bounds of packed rows as numbers, in every layer: on the
-        # device each reading would wait for it. Transformer Engine's kernels take them from there.
         layers = choose_layers(settings.transformer_impl, adapters=settings.lora_rank > 0)
-        self._device_of_bounds = self._device if layers.engine_attention else torch.device("cpu")
+        self._bounds_on_device = layers.engine_attention
 
     def micro_batches(self, rows: StepRows, mini_batch: MiniBatch) -> list[MicroBatch]:
         """The micro-batches of a mini-batch, on the device; `rows` are those of this rank's share."""
@@ -110,16 +108,13 @@ class ModelRunner:
     def _forward(self, model: torch.nn.Module, feed: ModelFeed) -> Tensor:
         keywords: dict[str, object] = {}
         if feed.bounds is not None:
-            bounds = torch.tensor(feed.bounds, dtype=torch.int32, device=self._device_of_bounds)
-            longest = max(b - a for a, b in zip(feed.bounds, feed.bounds[1:], strict=False))
-            keywords["packed_seq_params"] = PackedSeqParams(
-                qkv_format="thd",
-                cu_seqlens_q=bounds,
-                cu_seqlens_kv=bounds,
-                cu_seqlens_q_padded=bounds,
-                cu_seqlens_kv_padded=bounds,
-                max_seqlen_q=longest,
-                max_seqlen_kv=longest,
+            assert feed.starts is not None
+            keywords["packed_seq_params"] = PackedRows.of(
+                feed.bounds,
+                feed.starts,
+                feed.positions[0],
+                ranks=parallel_state.get_context_parallel_world_size(),
+                on_device=self._bounds_on_device,
             )
         if self._config.num_moe_experts is not None and self._config.moe_aux_loss_coeff:
             keywords["padding_mask"] = self._padding_of_stage(model, feed)

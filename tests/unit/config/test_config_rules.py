@@ -8,7 +8,8 @@ import pytest
 
 from roll_async.config.api import ConfigError, load, load_with_warnings
 from roll_async.config.prompt_templates import PLACEHOLDERS
-from roll_async.config.schema import roles_on_same_devices
+from roll_async.config.schema import roles_in_turns, roles_on_same_devices
+from roll_async.inference.settings import EngineSettings
 from roll_async.pipelines.protocol import RunPlan
 
 DEV = "device_mapping"
@@ -201,6 +202,32 @@ def test_an_odd_config_gets_one_warning_and_loads(files, id, edits, message):
     assert [f"{d.id} {d.key}: {d.message}" for d in warnings] == [f"{id} {message}"]
 
 
+def test_resident_roles_share_devices_at_any_ratio_and_are_awake_restarted_and_validated_all_the_time(files):
+    shared = {"actor_infer.device_mapping": "range(0,4)", "eval_steps": 5, "validation": {"data_args": DATA}}
+    turns = load(files.rlvr(shared))
+    assert (roles_in_turns(turns), turns.restarts_per_engine) == (("actor_train",), 0)
+    assert EngineSettings.of(turns, replica=0, restart=0).sleep_level == 2
+    shared |= {
+        "colocation": "resident",
+        "async_generation_ratio": 1,
+        "validation": {"data_args": DATA, "mode": "share"},
+    }
+    config = load(files.rlvr(shared))
+    assert (roles_in_turns(config), config.restarts_per_engine) == ((), config.fault.max_engine_restarts)
+    assert EngineSettings.of(config, replica=0, restart=0).sleep_level == 0
+    with pytest.raises(ConfigError, match="overlaps actor_train.device_mapping in part"):
+        load(files.rlvr(shared | {"actor_infer.device_mapping": "range(2,6)"}))
+
+
+def test_a_short_run_starts_without_cuda_graphs_unless_the_key_says_otherwise(files):
+    def eager(**edits):
+        return EngineSettings.of(load(files.rlvr(edits)), replica=0, restart=0).enforce_eager
+
+    assert eager(max_steps=10) is True and eager(max_steps=11) is False and eager() is False
+    written = {f"{INFER}.enforce_eager": False}
+    assert eager(max_steps=2, **written) is False and eager(**{f"{INFER}.enforce_eager": True}) is True
+
+
 def test_the_default_time_outs_stand_beside_any_end_of_the_run(files):
     """3600 s and 1800 s: silent engines are found by their silence. Other values have to be reachable (C151)."""
     generation, stall = "async_training.generation_timeout", "fault.stall_timeout"
@@ -218,6 +245,10 @@ def test_keys_that_this_run_does_not_read_are_told_where_somebody_wrote_them(fil
     assert told({"reward_pretrain": "other"}) == {
         "reward_pretrain": "no effect: it is the critic's model, and there is no critic"
     }
+    resident, asleep = {"colocation": "resident"}, "actor_infer.strategy_args.strategy_config.extra"
+    assert told(resident) == {"colocation": "no effect: no role shares a device with actor_infer"}
+    resident |= {"actor_infer.device_mapping": "range(0,4)", asleep: {"enable_sleep_mode": True}}
+    assert told(resident) == {f"{asleep}.enable_sleep_mode": "no effect: engines never sleep with colocation: resident"}
     assert told({size: 4}) == {size: "no effect: vllm forms its batches itself"}
     assert told({size: 4, "actor_infer.strategy_args": {"strategy_name": "hf_infer"}}) == {}
     assert "lets more than" in told({"async_generation_ratio": 1, queue: 100_000})[queue]

@@ -118,7 +118,7 @@ USED_BY_CLIENTS = {
 """Keys that the client of a service reads itself, and the fault of `tools/named_mutants.py` that its tests see."""
 AGENTIC = {f.name for n in AGENTIC_ONLY for f in fields(ADVANTAGE_OPTIONS[n])} - {"gamma", "epsilon", "normalise_std"}
 FROM_THE_PLACE = {
-    "EngineSettings.sleep_level = 2 if roles_on_engine_devices(config) else 0",
+    "EngineSettings.sleep_level = 2 if roles_in_turns(config) else 0",
     "MegatronSettings.with_value_head = role is config.critic",
 }
 """Wires that depend on where roles stand."""

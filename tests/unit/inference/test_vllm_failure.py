@@ -1,3 +1,4 @@
+import asyncio
 import json
 import logging
 import logging.config
@@ -6,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from roll_async.inference.backends import MemoryMoved, started
 from roll_async.inference.vllm.failure import first_exception, start_errors
 
 WORKER = """\
@@ -74,3 +76,41 @@ def test_a_start_that_fails_says_what_was_logged_first_or_else_what_vllm_says(lo
     cause = "torch.OutOfMemoryError: CUDA out of memory" if logged else "OSError: a process has ended"
     assert str(raised.value).startswith(f"vLLM did not start: {cause}")
     assert "VLLM_LOGGING_CONFIG_PATH" not in os.environ
+
+
+class Starting:
+    """An engine whose first starts find that memory moved."""
+
+    failures = 0
+    starts = 0
+
+    async def start(self):
+        Starting.starts += 1
+        if Starting.starts <= Starting.failures:
+            with start_errors():
+                raise AssertionError("Error in memory profiling. Initial free memory 1 GiB, current free memory 2 GiB.")
+
+
+@pytest.mark.parametrize(("failures", "ends"), [(0, 1), (1, 2), (2, 3), (3, None)])
+def test_a_start_during_which_another_process_changed_the_memory_is_tried_again_and_not_for_ever(failures, ends):
+    Starting.failures, Starting.starts = failures, 0
+    first = Starting()
+    starting = started(first, Starting, wait_s=0.0)
+    if ends is None:
+        with pytest.raises(MemoryMoved, match="vLLM did not start: AssertionError: Error in memory profiling"):
+            asyncio.run(starting)
+    else:
+        engine = asyncio.run(starting)
+        assert (engine is first) == (failures == 0), "what failed is not started again"
+    assert Starting.starts == (ends or 3)
+
+
+def test_a_start_that_fails_otherwise_is_not_tried_again():
+    class Broken:
+        async def start(self):
+            with start_errors():
+                raise RuntimeError("no such kernel")
+
+    with pytest.raises(RuntimeError, match="no such kernel") as told:
+        asyncio.run(started(Broken(), Broken, wait_s=60.0))
+    assert not isinstance(told.value, MemoryMoved)

@@ -1,5 +1,6 @@
 """What a config will hold on its devices, from names and sizes alone."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ pytest.importorskip("torch")
 from roll_async.checkpoint.known_models import known_config
 from roll_async.cli import main
 from roll_async.config.api import load_with_warnings
-from roll_async.launch.checks.device_memory import device_uses, require_fit
+from roll_async.launch.checks.device_memory import RESIDENT_MARGIN, device_uses, require_fit
 from roll_async.trainer.megatron.memory_estimate import num_parameters, rank_memory
 from roll_async.trainer.megatron.settings import MegatronSettings, OptimizerSettings, ParallelSizes
 
@@ -76,7 +77,33 @@ def test_roles_that_share_devices_are_counted_phase_by_phase():
     (use,) = device_uses(config, int(80e9))
     assert use.engine is not None and [name for name, _ in use.trainers] == ["actor_train"]
     assert use.total == max(use.training, use.generating, use.pushing)
-    assert use.generating > 0.8 * 80e9 and use.training < use.generating
+    assert use.generating > 0.8 * 80e9 and use.training < use.generating and not use.resident
+
+
+RESIDENT = [
+    "actor_train.device_mapping=range(0,8)", "actor_infer.device_mapping=range(0,8)", "colocation=resident",
+    "async_generation_ratio=1",
+]  # fmt: skip
+
+
+def resident(share):
+    engine = f"actor_infer.strategy_args.strategy_config.gpu_memory_utilization={share}"
+    return load_with_warnings(str(CONFIGS / "async_dapo_7b.yaml"), [*RESIDENT, engine], None).config
+
+
+def test_resident_roles_must_fit_together_and_what_does_not_is_one_line_with_key_need_and_remedy():
+    (use,) = device_uses(resident(0.85), int(80e9))
+    assert use.engine is not None and use.resident
+    assert use.total == use.training + use.buckets + use.engine.reserved + int(RESIDENT_MARGIN * 80e9) > 80e9
+    with pytest.raises(ValueError, match=r"devices 0-7: colocation=resident needs .* there are 80: ") as told:
+        require_fit(resident(0.85), int(80e9))
+    said = str(told.value)
+    assert "\n" not in said and "colocation: turns with async_generation_ratio: 0" in said
+    advised = re.search(r"of actor_infer at most (0\.[0-9]+),", said)
+    assert advised is not None, said
+    require_fit(resident(advised[1]), int(80e9))
+    with pytest.raises(ValueError, match="there are 48: colocation: turns"):  # no share of it would do
+        require_fit(resident(0.5), int(48e9))
 
 
 def test_the_command_prints_the_table_and_says_what_does_not_fit(capsys):
@@ -89,5 +116,7 @@ def test_the_command_prints_the_table_and_says_what_does_not_fit(capsys):
     assert main(["show", path, "--memory", "--device-gb", "much"]) == 2
     assert main(["show", str(CONFIGS / "rlvr_config_async_cpu.yaml"), "--memory"]) == 0
     assert "everything runs on CPU" in capsys.readouterr().out
+    assert main(["show", str(CONFIGS / "async_dapo_7b.yaml"), "--memory", *RESIDENT]) == 2
+    assert "colocation=resident needs" in capsys.readouterr().out
     assert main(["show", path, "--memory", "pretrain=someone/Other-9B"]) == 2
     assert "the sizes of someone/Other-9B are not known here" in capsys.readouterr().err

@@ -41,10 +41,13 @@ def create(name):
 
 
 create = {{name: partial(create, name) for name in tracking.track_with}}
-recorder = Recorder(folder, [], Screen(4), logging_steps=1, create=create)
+recorder = Recorder(folder, [], Screen(4), logging_steps=1, create=create, samples_every=1)
+answer = {{"group_id": 1, "prompt": "2+2=", "response": "it is 4", "ground_truth": "4", "finish_reason": "stop"}}
+answer |= {{"loss_mask": [1], "version_runs": [[0, 1]], "score": 1.0}}
 known = len(folder.read_metrics())
 for step in (known + 1, known + 2):
     recorder.step(step, {{**dict.fromkeys(REQUIRED_KEYS, 0.5), "validation/sets/a-b/avg@8": 0.25 * step}})
+    recorder.samples(step, [answer])
 recorder.close()
 """
 KWARGS = {
@@ -129,6 +132,11 @@ def test_a_run_without_a_network_is_in_the_files_of_a_tracker_and_its_secrets_ar
         wanted = {key: value for key, value in told.items() if isinstance(value, float) and key != "run_id"}
         assert wanted["validation/sets/a-b/avg@8"] == 0.25 * step and len(wanted) > 30
         assert {key: found[step].get(key) for key in wanted} == pytest.approx(wanted)
+    if name == "wandb":
+        tables = [json.loads(path.read_text()) for path in tmp_path.rglob("*.table.json")]
+        assert sorted(table["data"] for table in tables) == [
+            [[step, "prompt", "2+2="], [step, "answer: score 1.000  version 0  1 tokens", "it is 4"]] for step in (1, 2)
+        ]
     leaks = [path for path in tmp_path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
     assert leaks == []
 

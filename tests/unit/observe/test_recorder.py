@@ -17,6 +17,7 @@ class Kept:
 
     def __init__(self, name="kept", error=None, at=None):
         self.name, self.told, self.closed, self._error, self._at = name, {}, 0, error, at
+        self.told_samples = []
 
     def log(self, step, metrics):
         if self._error is not None and self._at is not None and step >= self._at:
@@ -24,7 +25,7 @@ class Kept:
         self.told[step] = dict(metrics)
 
     def samples(self, step, picked):
-        self.told_samples = [*getattr(self, "told_samples", []), (step, picked)]
+        self.told_samples.append((step, picked))
 
     def close(self):
         self.closed += 1
@@ -164,3 +165,77 @@ def test_a_tracker_that_cannot_start_keeps_the_run_from_starting_and_the_others_
         create = {"opened": lambda: opened, "wandb": refuses}
         Recorder(RunFolder(str(tmp_path), "run"), [], Screen(4), logging_steps=1, create=create)
     assert opened.closed == 1
+
+
+ANSWER = {
+    "prompt": "2+2=", "ground_truth": "4", "finish_reason": "stop", "loss_mask": [1], "version_runs": [[0, 1]],
+}  # fmt: skip
+
+
+def rows(*scores):
+    return [{**ANSWER, "group_id": i // 2, "score": score, "response": f"<{i}>"} for i, score in enumerate(scores)]
+
+
+def test_samples_are_shown_at_the_first_step_and_every_n_steps_and_trackers_are_told_by_the_next_record(
+    tmp_path, capsys
+):
+    kept = Kept()
+    folder = RunFolder(str(tmp_path), "run")
+    recorder = Recorder(folder, [kept], Screen(9), logging_steps=1, samples_every=3)
+    for step in (1, 2, 3, 4):
+        steps(recorder, step)
+        assert [found for found, _ in kept.told_samples] == {1: [], 2: [1], 3: [1], 4: [1, 3]}[step]
+        recorder.samples(step, rows(0.5, 0.5, 1.0, 0.0))
+    steps(recorder, 6)
+    recorder.samples(6, rows(1.0, 0.0))
+    recorder.close()
+    assert [found for found, _ in kept.told_samples] == [1, 3, 6]
+    assert [row["score"] for row in kept.told_samples[0][1]] == [1.0, 0.0]
+    out = capsys.readouterr().out
+    assert [line.split(":")[0] for line in out.splitlines() if line.startswith("sample")] == [
+        f"sample of step {step}" for step in (1, 3, 6)
+    ]
+
+
+def test_no_samples_are_shown_where_none_are_wanted_or_none_has_a_score(tmp_path, capsys):
+    for every, scores in ((0, (1.0, 0.0)), (1, (None, None))):
+        kept = Kept()
+        recorder = Recorder(RunFolder(str(tmp_path), "run"), [kept], Screen(9), logging_steps=1, samples_every=every)
+        recorder.samples(1, rows(*scores))
+        recorder.close()
+        assert kept.told_samples == [] and "sample" not in capsys.readouterr().out
+
+
+def flat(recorder, step, low, high):
+    answers = {"throughput/samples_per_s": 8.0, "time/step_s": 2.0, "response/truncated": 0.25}
+    metrics = {**dict.fromkeys(REQUIRED_KEYS, 0.0), **answers, "reward/min": low, "reward/max": high}
+    recorder.step(step, metrics)
+
+
+def test_a_reward_that_does_not_vary_from_the_start_is_explained_once_with_three_answers(tmp_path, caplog):
+    recorder = Recorder(RunFolder(str(tmp_path), "run"), [], Screen(9), logging_steps=1)
+    for step in range(1, 7):
+        flat(recorder, step, 0.0, 0.0)
+        recorder.samples(step, [{**row, "response": "\x1b[2J" + row["response"]} for row in rows(*[0.0] * 8)])
+    (told,) = warnings(caplog)
+    first, *answers, last = told.splitlines()
+    assert first == "the reward is flat: all 16 answers of each of the first 3 steps scored 0"
+    assert answers == [f'  "\\x1b[2J<{i}>" (score 0.000  version 0  1 tokens; expected 4)' for i in (1, 3, 5)]
+    assert "format, extraction" in last and "25%: response_length" in last
+
+
+@pytest.mark.parametrize(
+    ("first", "scores"), [(1, [(0, 0), (0, 1), (0, 0)]), (1, [(0, 0), (1, 1), (1, 1)]), (5, [(0, 0)] * 3)]
+)
+def test_a_reward_that_varies_or_a_run_that_goes_on_is_no_flat_reward(tmp_path, caplog, first, scores):
+    recorder = Recorder(RunFolder(str(tmp_path), "run"), [], Screen(9), logging_steps=1)
+    for step, (low, high) in enumerate([*scores, (0, 0), (0, 0), (0, 0)], start=first):
+        flat(recorder, step, float(low), float(high))
+    assert warnings(caplog) == []
+
+
+def test_a_validation_that_no_record_of_a_step_has_is_a_line_of_its_own(tmp_path, capsys):
+    recorder = Recorder(RunFolder(str(tmp_path), "run"), [], Screen(9), logging_steps=1)
+    recorder.event("validation", **{"validation/version": 8.0, "validation/accuracy": 0.25, "validation/samples": 64.0})
+    recorder.event("end_of_data", leftover="3 groups")
+    assert capsys.readouterr().out == "validation of step 8  accuracy 0.250  64 samples\n"

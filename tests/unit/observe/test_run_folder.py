@@ -132,3 +132,24 @@ def test_what_the_monitor_of_a_users_script_logs_is_in_the_logs_and_on_the_conso
             "__main__: Custom metric: 2.5",
             "roll_async.rollout: in the files alone",
         ]
+
+
+OTHERS = """\
+import logging, sys, warnings
+from roll_async.observe.run_folder import RunFolder
+
+RunFolder(sys.argv[1], "run").open_log()
+RunFolder(sys.argv[1], "run").open_log()
+warnings.warn("old argument")
+logging.getLogger("transformers.models").warning("a library warns")
+logging.getLogger("roll_async.x").warning("we warn")
+"""
+
+
+def test_what_other_libraries_warn_of_is_in_the_log_once_and_not_on_the_screen(tmp_path):
+    script = tmp_path / "others.py"
+    script.write_text(OTHERS)
+    ended = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "WARNING: we warn\n")
+    log = (tmp_path / "run" / "run.log").read_text()
+    assert [log.count(text) for text in ("UserWarning: old argument", "a library warns", "we warn")] == [1, 1, 1]

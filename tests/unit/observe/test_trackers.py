@@ -44,6 +44,38 @@ def test_tensorboard_reads_every_metric_of_every_step(tmp_path):
         assert [(s.step, s.value) for s in found.Scalars(name)] == [(i, m[name]) for i, m in enumerate(steps, start=1)]
 
 
+SAMPLES = [
+    {
+        "prompt": "2+2=", "response": answer, "score": score, "finish_reason": "stop", "loss_mask": [1, 1],
+        "version_runs": [[3, 2]],
+    }
+    for answer, score in (("# 4\n", 1.0), ("\x1b[31m<b>5</b>", 0.0))
+]  # fmt: skip
+
+
+def test_tensorboard_shows_samples_as_they_are(tmp_path):
+    reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    tracker = create_tracker("tensorboard", tmp_path, {})
+    tracker.samples(7, SAMPLES)
+    tracker.close()
+    found = reading.EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    (event,) = found.Tensors("samples")
+    (text,) = event.tensor_proto.string_val
+    assert event.step == 7 and text.decode().splitlines() == [
+        "prompt", "", "    2+2=", "", "best: score 1.000  version 3  2 tokens", "", "    # 4", "", "",
+        "worst: score 0.000  version 3  2 tokens", "", "    \x1b[31m<b>5</b>",
+    ]  # fmt: skip
+
+
+def test_mlflow_keeps_samples_as_a_text_of_their_step(tmp_path, monkeypatch):
+    mlflow, kept = FakeMlflow(), {}
+    mlflow.log_text = lambda text, path: kept.update({path: text})
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    create_tracker("mlflow", tmp_path, {}).samples(7, SAMPLES[:1])
+    assert kept == {"samples/step_00000007.txt": "prompt\n2+2=\n\nanswer: score 1.000  version 3  2 tokens\n# 4\n"}
+
+
 def test_an_unknown_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match="track_with wandb: .*install it or choose another"):

@@ -29,6 +29,15 @@ def test_a_world_is_told_in_full_and_its_invariants_are_checked(capsys):
     assert "interrupt_mode='" in out and "invariants 1 to 9 hold" in out
 
 
+def test_resident_roles_are_refused_because_what_they_take_from_each_other_is_not_modelled(capsys):
+    shared = ["actor_train.device_mapping=[0]", "actor_infer.device_mapping=[0]", "colocation=resident"]
+    assert main(["simulate", CONFIG, *shared, *SMALL]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("roll-async simulate: colocation=resident: ") and said.count("\n") == 1
+    assert main(["plan", CONFIG, *shared]) == 0
+    assert "resident: actor_train and actor_infer are resident side by side" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_a_config_gets_figures_beside_theory(capsys):
     assert main(["simulate", CONFIG, *SMALL, "--json", "--mean-length", "40"]) == 0

@@ -33,3 +33,17 @@ def test_bytes_that_stay_on_a_device_are_not_fetched_for_a_full_digest(transport
     assert sum(fetched) <= 8, "the sum of each MiB alone"
     Digest("full", "shm").of(slot, piece)
     assert max(fetched) == len(piece)
+
+
+def test_the_windows_of_a_block_leave_a_device_in_one_transfer_and_make_the_same_digests(monkeypatch):
+    sizes = (0, 40, 1024, 40_000, 1_000_000)
+    pieces = [
+        (TensorSlot(name=f"w{n}", dtype="uint8", shape=(n,), offset=0, num_bytes=n), torch.arange(n).to(torch.uint8))
+        for n in sizes
+    ]
+    one_by_one = [Digest("sample", "shm").of(slot, data) for slot, data in pieces]
+    fetch, fetched = digests.bytes_of, []
+    monkeypatch.setattr(digests, "bytes_of", lambda data: fetched.append(data.numel()) or fetch(data))
+    assert Digest("sample", "cuda_ipc").of_block(pieces) == one_by_one
+    assert fetched == [sum(min(n, 16 * 1024) for n in sizes)], "one transfer, of what is read alone"
+    assert Digest("sample", "cuda_ipc").of_block([]) == [] and len(fetched) == 1

@@ -37,7 +37,7 @@ def slot_of(name, tensor):
 def digest_of(tensors, verify="full", transport="shm"):
     digest = Digest(verify, transport)
     for name, tensor in tensors.items():
-        digest.update(slot_of(name, tensor), flat_bytes(tensor))
+        digest.add(digest.of(slot_of(name, tensor), flat_bytes(tensor)))
     return digest.hexdigest()
 
 

@@ -21,8 +21,7 @@ function visible(text) {
   for (const found of text.matchAll(HIDDEN)) {
     if (found.index > begin) nodes.push(text.slice(begin, found.index));
     const code = found[0].codePointAt(0);
-    const shown = code < 32 ? String.fromCodePoint(0x2400 + code) : `U+${code.toString(16).toUpperCase().padStart(4, "0")}`;
-    nodes.push(element("span", { class: "ctl" }, shown));
+    nodes.push(element("span", { class: "ctl" }, `U+${code.toString(16).toUpperCase().padStart(4, "0")}`));
     begin = found.index + found[0].length;
   }
   nodes.push(text.slice(begin));
@@ -58,10 +57,10 @@ function colourOf(kind, value, low, high) {
   if (kind === "two") {
     const bound = Math.max(Math.abs(low), Math.abs(high)) || 1;
     const share = Math.min(1, Math.abs(value) / bound);
-    return `color-mix(in srgb, var(${value < 0 ? "--c4" : "--c2"}) ${Math.round(8 + 55 * share)}%, transparent)`;
+    return `color-mix(in srgb, var(${value < 0 ? "--c4" : "--c2"}) ${Math.round(8 + 42 * share)}%, transparent)`;
   }
   const share = high > low ? (value - low) / (high - low) : 0;
-  return `color-mix(in srgb, var(--c0) ${Math.round(8 + 57 * share)}%, transparent)`;
+  return `color-mix(in srgb, var(--c0) ${Math.round(8 + 42 * share)}%, transparent)`;
 }
 
 /** [text, start, end] of the row's turns, tools between them included. */
@@ -134,7 +133,7 @@ function trajectory(row, branches, choose) {
   const scale = element("span", { class: "scale" });
   const select = element("select", { id: "colour", "aria-label": "Colour tokens by", onchange: () => recolour() },
     ...Object.entries(COLOURINGS).map(([key, { name }]) => element("option", { value: key }, name)));
-  select.value = trajectory.colouring || "advantage";
+  select.value = trajectory.colouring || (row.trainer_logprobs ? "ratio" : "surprise");
   function recolour() {
     trajectory.colouring = select.value;
     const found = colour(spans, row, select.value), kind = COLOURINGS[select.value].kind;

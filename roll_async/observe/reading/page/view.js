@@ -61,6 +61,12 @@ function hideTip() { $("tip").hidden = true; }
 // ---- charts
 
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+/** A colour between that of the card and the given one: areas are large, and what lies on them is to be read. */
+function soft(colour) {
+  const parts = (hex) => [1, 3, 5].map((i) => parseInt((hex.length === 4 ? hex.replace(/[0-9a-f]/gi, "$&$&") : hex).slice(i, i + 2), 16));
+  const [card, given] = [parts(css("--card")), parts(colour)];
+  return `rgb(${given.map((value, i) => Math.round(0.62 * value + 0.38 * card[i])).join(" ")})`;
+}
 const waits = ["rollouts", "rewards", "collation", "roles", "weights", "validation", "checkpoint", "records"];
 /** title, note, series (label, key, options), and how they are drawn. */
 const CHARTS = [
@@ -129,7 +135,7 @@ function draw(box, chart) {
   if (!steps.length || !lines.length) return box.append(element("p", { class: "empty" }, "nothing of it yet"));
   const legend = element("div", { class: "legend" }, ...lines.map(([label, , colour, options]) => {
     const mark = element("i", { class: options.dashed ? "dashed" : null });
-    mark.style.background = colour;
+    mark.style.background = chart.stacked ? soft(colour) : colour;
     mark.style.borderColor = colour;
     return element("span", {}, mark, label);
   }));
@@ -148,7 +154,7 @@ function draw(box, chart) {
     scales: { x: { time: false }, y: { range: (_, low, high) => rangeOf(chart, low, high) } },
     axes: [{ ...axis, size: 32, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000] }, { ...axis, size: 56, values: (_, ticks) => ticks.map(format) }],
     series: [{}, ...shown.map(([label, , colour, options]) => ({
-      label, stroke: colour, width: options.wide ? 2.2 : 1.4, fill: chart.stacked ? colour : options.fill ? `${colour}22` : undefined,
+      label, stroke: colour, width: chart.stacked ? 0.6 : options.wide ? 2.2 : 1.4, fill: chart.stacked ? soft(colour) : options.fill ? `${colour}22` : undefined,
       dash: options.dashed ? [5, 4] : undefined, spanGaps: true,
       points: { show: options.points || steps.length === 1, size: 6, fill: colour },
       paths: options.stepped ? uPlot.paths.stepped({ align: 1 }) : undefined,
@@ -250,7 +256,8 @@ async function drawLanes() {
   const spans = await source.lanes(state.run), box = $("lanechart");
   const title = element("h2", {}, "Lanes ", element("small", {}, "what the trainer did, and which engine ran requests; drag to look closer, double click to see all"));
   if (!spans.length) return box.replaceChildren(title, element("p", { class: "empty" }, "no trace yet (tracking.trace)"));
-  const names = [...new Set(spans.map((span) => span.name))], tracks = new Map();
+  const kindOf = (name) => name.replace(/ of step \d+$/, "");
+  const names = [...new Set(spans.map((span) => kindOf(span.name)))], tracks = new Map();
   for (const span of spans) {
     if (!tracks.has(span.track)) tracks.set(span.track, { spans: [], slots: 1 });
     const track = tracks.get(span.track);
@@ -261,9 +268,9 @@ async function drawLanes() {
   const first = spans.reduce((low, span) => Math.min(low, span.begin), Infinity), last = spans.reduce((high, span) => Math.max(high, span.end), 0);
   // The beginning of what lies in the trace is often one span: the newest two minutes are what is looked at.
   let [begin, end] = drawLanes.window || [Math.max(first, last - 120), last];
-  const canvas = element("canvas", { class: "lanes" }), left = 130;
+  const canvas = element("canvas", { class: "lanes" }), left = 170;
   const colourOfName = (name) => css(`--c${(name === "request" ? 0 : 1 + Math.max(0, names.filter((one) => one !== "request").indexOf(name))) % 8}`);
-  const height = (track) => Math.max(22, Math.min(130, track.slots * 3));
+  const height = (track) => Math.max(24, Math.min(150, track.slots * 7));
   function paint() {
     const width = box.clientWidth - 30, tall = order.reduce((sum, [, track]) => sum + height(track) + 10, 26), ratio = devicePixelRatio || 1;
     canvas.width = width * ratio; canvas.height = tall * ratio; canvas.style.height = `${tall}px`;
@@ -276,13 +283,13 @@ async function drawLanes() {
     for (const [name, track] of order) {
       const room = height(track), one = room / track.slots;
       pen.fillStyle = css("--soft");
-      pen.fillText(name.length > 19 ? `${name.slice(0, 18)}…` : name, 0, top + 15);
+      pen.fillText(name.length > 25 ? `${name.slice(0, 24)}…` : name, 0, top + 15);
       pen.fillStyle = css("--page");
       pen.fillRect(left, top, width - left, room);
       for (const span of track.spans) {
         if (span.end < begin || span.begin > end) continue;
         const from = Math.max(left, x(span.begin)), to = Math.min(width, x(span.end)), y = top + (span.slot - 1) * one;
-        pen.fillStyle = colourOfName(span.name);
+        pen.fillStyle = colourOfName(kindOf(span.name));
         pen.fillRect(from, y, Math.max(1, to - from), Math.max(1, one - (one > 3 ? 1 : 0.4)));
         canvas.hits.push([from, Math.max(to, from + 1), y, y + one, name, span]);
       }
@@ -306,9 +313,9 @@ async function drawLanes() {
     if (b - a > (end - begin) / 100) { [begin, end] = drawLanes.window = [a, b]; paint(); }
   });
   canvas.addEventListener("dblclick", () => { [begin, end] = [first, last]; drawLanes.window = null; paint(); });
-  const legend = element("div", { class: "legend" }, ...[...new Set(names.map((name) => name.replace(/ of step \d+$/, "")))].slice(0, 12).map((name) => {
+  const legend = element("div", { class: "legend" }, ...names.slice(0, 12).map((name) => {
     const mark = element("i");
-    mark.style.background = colourOfName(names.find((one) => one.startsWith(name)));
+    mark.style.background = colourOfName(name);
     return element("span", {}, mark, name);
   }));
   box.replaceChildren(title, legend, canvas);
@@ -348,6 +355,7 @@ function choose(run) {
 
 function show(view) {
   state.view = view;
+  history.replaceState(null, "", `#view-${view}`); // a page that is loaded again shows the same
   for (const name of ["overview", "samples", "lanes", "compare"]) $(name).hidden = name !== view;
   document.querySelectorAll("#views button").forEach((button) => button.classList.toggle("chosen", button.dataset.view === view));
   return guarded({ overview: async () => drawCharts(), samples: listSamples, lanes: drawLanes, compare: drawDifferences }[view]);
@@ -379,7 +387,8 @@ async function refresh() {
   }
   drawRuns();
   drawSummary();
-  if (changed && state.view !== "lanes") await show(state.view);
+  // Not under the mouse of a reader, who may have drawn a part of a chart larger.
+  if (changed && state.view !== "lanes" && !document.querySelector(".u-over:hover")) await show(state.view);
 }
 
 document.querySelectorAll("#views button").forEach((button) => button.addEventListener("click", () => show(button.dataset.view)));
@@ -395,7 +404,7 @@ addEventListener("resize", () => {
 });
 (async () => {
   await guarded(refresh);
-  const asked = location.hash.slice(1);
+  const asked = location.hash.replace("#view-", "");
   if (["samples", "lanes", "compare"].includes(asked)) await show(asked);
   document.body.dataset.ready = "yes";
   if (!EMBEDDED) setInterval(() => guarded(refresh), EVERY_MS);

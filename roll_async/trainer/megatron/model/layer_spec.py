@@ -1,7 +1,4 @@
-"""Layers without Transformer Engine: RMSNorm that works under sequence parallelism, attention by torch's SDPA.
-
-Shape letters: S positions, B rows, H heads, D head size, N packed tokens.
-"""
+"""Layers without Transformer Engine: RMSNorm that works under sequence parallelism, attention of attention.py."""
 
 from __future__ import annotations
 
@@ -9,19 +6,14 @@ import logging
 from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import cache
-from itertools import groupby
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.transformer import ModuleSpec, TransformerConfig, multi_latent_attention
 from megatron.core.transformer.attention import SelfAttentionSubmodules
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
@@ -29,14 +21,10 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
-from roll_async.trainer.megatron.ranks import context_group
+from roll_async.trainer.megatron.model.attention import Rotation, SdpaAttention
 from roll_async.trainer.megatron.state import engine_import
 
 logger = logging.getLogger(__name__)
-
-LONGEST_SHARED_ROW = 16384
-"""Positions of a row under context parallelism without Transformer Engine: a mask of S * S / ranks is formed."""
-
 
 FusedNorm = Callable[[Tensor, Tensor, Sequence[int], float], Tensor]
 """(input, weight, normalized shape, epsilon)."""
@@ -75,139 +63,6 @@ class LatentRMSNorm(TorchRMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, **_: object) -> None:
         super().__init__(config, hidden_size, eps=1e-6)
-
-
-class _GatherSequence(torch.autograd.Function):
-    """All-gather along positions; torch's own differentiable all_gather gives wrong gradients on gloo."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # noqa: ANN001
-        ctx.group = group
-        out = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
-        dist.all_gather_into_tensor(out, x.contiguous(), group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN001
-        out = grad.new_empty((grad.shape[0] // ctx.group.size(), *grad.shape[1:]))
-        # The queries of all ranks read this rank's keys and values: their gradients are summed.
-        dist.reduce_scatter_tensor(out, grad.contiguous(), group=ctx.group)
-        return out, None
-
-
-class SdpaAttention(MegatronModule):
-    """Causal core attention: padded [S,B,H,D], packed [N,H,D], and context parallel by gathering keys and values
-    (zigzag).
-    """
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: object,
-        attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: object = None,
-        **_: object,  # head sizes of latent attention: they are read off the tensors
-    ) -> None:
-        super().__init__(config)
-        self._scale = softmax_scale
-        # Megatron's number is of positions before the query, without itself.
-        self._window = config.window_size[0] + 1 if config.window_size else None
-        self._context_group = context_group()
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        attn_mask_type: object = None,
-        attention_bias: object = None,
-        packed_seq_params: PackedSeqParams | None = None,
-    ) -> Tensor:
-        if packed_seq_params is not None:
-            return self._packed(query, key, value, packed_seq_params)
-        positions = query.shape[0]
-        mask = self._window_mask(positions, query.device)
-        if self._context_group.size() > 1:
-            mask = self._zigzag_mask(positions).to(query.device)
-            key, value = (
-                _GatherSequence.apply(key, self._context_group),
-                _GatherSequence.apply(value, self._context_group),
-            )
-        # SDPA takes [B,H,S,D].
-        out = self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), mask=mask)
-        return out.permute(2, 0, 1, 3).reshape(positions, query.shape[1], -1)
-
-    def _packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams) -> Tensor:
-        """Sequences one after another along the first axis, each attending to itself only."""
-        ranks = self._context_group.size()
-        bounds = [bound // ranks for bound in packed.cu_seqlens_q.tolist()]  # this rank's share of each sequence
-        attend = self._packed_alone if ranks == 1 else self._packed_shared
-        out = torch.cat(attend(query, key, value, bounds))
-        return out.reshape(out.shape[0], -1)
-
-    def _packed_alone(self, query: Tensor, key: Tensor, value: Tensor, bounds: Sequence[int]) -> list[Tensor]:
-        """Neighbours of one length in one call."""
-        lengths, parts = (end - begin for begin, end in zip(bounds, bounds[1:], strict=False)), []
-        counts = [(length, len(list(same))) for length, same in groupby(lengths)]
-        # The gradient of a slice is as long as the whole, once for each length; that of a split is one concatenation.
-        pieces = (x.split([length * count for length, count in counts]) for x in (query, key, value))
-        for (length, _), *piece in zip(counts, *pieces, strict=True):
-            heads = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in piece)
-            out = self._attend(*heads, mask=self._window_mask(length, query.device))
-            parts.append(out.transpose(1, 2).flatten(0, 1))
-        return parts
-
-    def _packed_shared(self, query: Tensor, key: Tensor, value: Tensor, bounds: Sequence[int]) -> list[Tensor]:
-        """Each context rank holds its share of every sequence."""
-        ranks, held, parts = self._context_group.size(), query.shape[0], []
-        key, value = (_GatherSequence.apply(x, self._context_group) for x in (key, value))
-        for start, end in zip(bounds, bounds[1:], strict=False):
-            # Gathered rank after rank: the keys of one sequence lie in as many places as there are ranks.
-            seen = torch.cat([torch.arange(r * held + start, r * held + end) for r in range(ranks)]).to(key.device)
-            heads = (x.transpose(0, 1)[None] for x in (query[start:end], key[seen], value[seen]))
-            out = self._attend(*heads, mask=self._zigzag_mask(end - start).to(query.device))
-            parts.append(out[0].transpose(0, 1))
-        return parts
-
-    def _zigzag_mask(self, positions: int) -> Tensor:
-        """[S, S * ranks] bool: rank r holds blocks r and 2n - 1 - r, so that causal work is even."""
-        ranks, half = self._context_group.size(), positions // 2
-
-        def of(rank: int) -> Tensor:
-            late = 2 * ranks - 1 - rank
-            return torch.cat(
-                [torch.arange(rank * half, (rank + 1) * half), torch.arange(late * half, (late + 1) * half)]
-            )
-
-        keys = torch.cat([of(rank) for rank in range(ranks)])
-        return self._visible(of(self._context_group.rank()), keys)
-
-    def _window_mask(self, positions: int, device: torch.device) -> Tensor | None:
-        """[S, S] bool where a sliding window hides something; None = plain causal attention."""
-        if self._window is None or positions <= self._window:
-            return None
-        order = torch.arange(positions, device=device)
-        return self._visible(order, order)
-
-    def _visible(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """[Q, K] bool: a query sees itself and what is before it, inside the window."""
-        distance = queries[:, None] - keys[None]
-        visible = distance >= 0
-        return visible if self._window is None else visible & (distance < self._window)
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None) -> Tensor:
-        grouped, dtype = query.shape[1] != key.shape[1], query.dtype
-        if not query.is_cuda:  # the backward pass of torch's CPU kernel takes nine times as long in bfloat16
-            query, key, value = query.float(), key.float(), value.float()
-        # SDPA refuses a mask beside is_causal.
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, scale=self._scale, enable_gqa=grouped
-        ).to(dtype)
 
 
 class SandwichLayer(TransformerLayer):
@@ -260,9 +115,16 @@ class LayerChoice(Enum):
 
 
 def block_spec(
-    config: TransformerConfig, *, layers: LayerChoice, stage: int | None = None, sandwich_norms: bool = False
+    config: TransformerConfig,
+    *,
+    layers: LayerChoice,
+    rotation: Rotation | None,
+    stage: int | None = None,
+    sandwich_norms: bool = False,
 ) -> TransformerBlockSubmodules:
-    """This pipeline stage's layers. `stage` counts the chunks of an interleaved pipeline."""
+    """This pipeline stage's layers. `rotation` of local attention; None: Megatron rotates. `stage` counts the chunks of
+    an interleaved pipeline.
+    """
     whole = layers.all_engine
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=whole, normalization="RMSNorm", vp_stage=stage)
     if not whole:
@@ -272,13 +134,18 @@ def block_spec(
     # Layers of one kind share a spec: each is changed once.
     for layer in {id(spec): spec for spec in block.layer_specs}.values():
         if not whole:
-            _make_local(layer, config, engine_attention=layers.engine_attention)
+            core = (
+                TEDotProductAttention
+                if layers.engine_attention
+                else ModuleSpec(module=SdpaAttention, params={"rotation": rotation})
+            )
+            _make_local(layer, config, core)
         if sandwich_norms:
             layer.module, layer.params = SandwichLayer, {**layer.params, "norm": block.layer_norm}
     return block
 
 
-def _make_local(layer: ModuleSpec, config: TransformerConfig, *, engine_attention: bool) -> None:
+def _make_local(layer: ModuleSpec, config: TransformerConfig, core_attention: ModuleSpec | type) -> None:
     """Replace norms and core attention, and store parameters under the names that Transformer Engine layers use, so
     that checkpoints do not depend on the implementation.
     """
@@ -288,7 +155,7 @@ def _make_local(layer: ModuleSpec, config: TransformerConfig, *, engine_attentio
     parts.input_layernorm = parts.pre_mlp_layernorm = TorchRMSNorm
     attention = parts.self_attention.submodules
     assert isinstance(attention, SelfAttentionSubmodules | MLASelfAttentionSubmodules)
-    attention.core_attention = TEDotProductAttention if engine_attention else SdpaAttention
+    attention.core_attention = core_attention
     stored = {}
     if isinstance(attention, MLASelfAttentionSubmodules):
         if not HAVE_TE:

@@ -10,26 +10,16 @@ Shape letters: n positions of a piece, V this rank's part of the vocabulary, z l
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
-from typing import ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from roll_async.algorithms.logprobs import Sampling, drop_truncated
-
-logger = logging.getLogger(__name__)
-P = ParamSpec("P")
-T = TypeVar("T")
-
-_CHUNK_BYTES = {"cuda": 128 << 20, "cpu": 2 << 20}
-"""Of one float32 copy of some rows, where nothing is compiled; up to 3 are alive, 8 with truncated sampling. On the CPU
-they fit a core's cache, and are memory the allocator has at hand: fresh pages cost like a pass.
-"""
+from roll_async.trainer.megatron.compiled import compiled, compiles
+from roll_async.trainer.megatron.memory_estimate import CHUNK_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +45,7 @@ def piece_statistics(logits: Tensor, words: Tensor, sampling: Sampling, group: d
     shard = logits.shape[1]
     local, mine = _local(words, group.rank() * shard, shard)
     wanted = sampling.with_entropy, sampling.with_squares and not sampling.truncated
-    read = _compiled(_read, logits.device.type)
+    read = compiled(_read, logits.device.type)
     rows = [read(logits[part], local[part], sampling.temperature, *wanted) for part in _rows(logits)]
     own, log_z, entropy, squares = (torch.cat(found) for found in zip(*rows, strict=True))
     if group.size() > 1:
@@ -98,7 +88,7 @@ def slope_in_place(
         if sampling.truncated:
             _truncated_slope(*arguments, about_entropy, words[part], found.log_kept[part], sampling, group)
         else:
-            _compiled(_slope, logits.device.type)(*arguments, about_entropy)
+            compiled(_slope, logits.device.type)(*arguments, about_entropy)
     # Of other ranks' targets the entry stays what the pass wrote.
     kept = logits.gather(1, local[:, None])
     logits.scatter_(1, local[:, None], torch.where(mine[:, None], entry[:, None].to(logits.dtype), kept))
@@ -136,29 +126,15 @@ def _slope(
     logits.copy_(log_p.exp() * -weight)
 
 
-@cache
-def _compiled(passes: Callable[P, T], device: str) -> Callable[P, T]:
-    """A pass as a kernel or two, where Triton is at hand; else as it is, op by op."""
-    if device != "cuda":
-        return passes
-    from torch.utils._triton import has_triton
-
-    if not has_triton():
-        logger.warning("log-probs are computed op by op: Triton is not installed, which torch.compile needs")
-        return passes
-    # Once for the first number of rows, once for any: the vocabulary never changes.
-    return torch.compile(passes, dynamic=None)
-
-
 def _rows(logits: Tensor, gathered: int = 0) -> Iterator[slice]:
     """Parts of the rows whose float32 fits a budget, with `gathered` shards of each; all of them at once where a
     compiled pass makes no float32.
     """
     device = logits.device.type
-    if _compiled(_read, device) is not _read and not gathered:
+    if compiles(device) and not gathered:
         yield slice(None)
         return
-    step = max(1, _CHUNK_BYTES.get(device, _CHUNK_BYTES["cuda"]) // (4 * logits.shape[1] * max(1, gathered)))
+    step = max(1, CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"]) // (4 * logits.shape[1] * max(1, gathered)))
     yield from (slice(start, start + step) for start in range(0, max(1, len(logits)), step))
 
 

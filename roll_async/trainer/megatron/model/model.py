@@ -26,7 +26,8 @@ from roll_async.checkpoint.rotary import Rotary
 from roll_async.checkpoint.transforms import HeadLayout, shard, to_hf, to_megatron, unshard
 from roll_async.observe.trace import starting
 from roll_async.trainer.megatron import ranks
-from roll_async.trainer.megatron.model.layer_spec import LONGEST_SHARED_ROW, block_spec, choose_layers
+from roll_async.trainer.megatron.model.attention import LONGEST_SHARED_ROW, Rotation
+from roll_async.trainer.megatron.model.layer_spec import block_spec, choose_layers
 from roll_async.trainer.megatron.model.lora import (
     ADAPTER,
     Adapter,
@@ -156,11 +157,18 @@ class HfBackedModel:
         config = self._hf.config
         rotary = Rotary.of(config, self._family.rotary_fraction)
         context = config.integer("max_position_embeddings")
+        frequencies = rotary.frequencies(int(self.heads.head_size * rotary.fraction), context)
+        layers = choose_layers(self._settings.transformer_impl, adapters=self._settings.lora_rank > 0)
+        rotation = None
+        if not layers.engine_attention and not self.config.multi_latent_attention:
+            interleaved = self.config.rotary_interleaved
+            rotation = Rotation(frequencies, rotary.attention_factor(), interleaved=interleaved)
         module = GPTModel(
             config=self.config,
             transformer_layer_spec=block_spec(  # pyright: ignore[reportArgumentType]  # Megatron takes a block's, too
                 self.config,
-                layers=choose_layers(self._settings.transformer_impl, adapters=self._settings.lora_rank > 0),
+                layers=layers,
+                rotation=rotation,
                 stage=stage,
                 sandwich_norms=self._family.sandwich_norms,
             ),
@@ -169,15 +177,14 @@ class HfBackedModel:
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
             share_embeddings_and_output_weights=self.tied,
-            position_embedding_type="rope",
+            position_embedding_type="rope" if rotation is None else "none",
             rotary_percent=rotary.fraction,
             rotary_base=int(rotary.base),
             parallel_output=True,
             vp_stage=stage,
         )
-        if rotary.kind != "default" and not self.config.multi_latent_attention:
-            dimensions = int(self.heads.head_size * rotary.fraction)
-            module.rotary_pos_emb.inv_freq = rotary.frequencies(dimensions, context)
+        if rotation is None and rotary.kind != "default" and not self.config.multi_latent_attention:
+            module.rotary_pos_emb.inv_freq = frequencies
         _mark_shards(module)
         _mark_experts(module)
         if self.config.recompute_granularity == "full" and module.pre_process:

@@ -14,19 +14,18 @@ from roll_async.checkpoint.folders.hf_config import HfConfig
 from roll_async.checkpoint.hf_names.table import Family
 from roll_async.checkpoint.rotary import Rotary
 from roll_async.checkpoint.transforms import HeadLayout
+from roll_async.trainer.megatron.compiled import compiles
 from roll_async.trainer.megatron.model.layer_spec import choose_layers
 from roll_async.trainer.megatron.settings import MegatronSettings, ParallelSizes
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 _NO_FUSION = {
-    # Each of these would call torch.compile or a CUDA extension.
-    "bias_activation_fusion": False,
-    "bias_dropout_fusion": False,
-    "masked_softmax_fusion": False,
-    "apply_rope_fusion": False,
-    "persist_layer_norm": False,
-    "gradient_accumulation_fusion": False,
+    "bias_dropout_fusion": False,  # without dropout and bias it is one addition as it is
+    "masked_softmax_fusion": False,  # of an attention that is not used here
+    "apply_rope_fusion": False,  # Transformer Engine's; local layers rotate by themselves (attention.py)
+    "persist_layer_norm": False,  # Apex's, of LayerNorm
+    "gradient_accumulation_fusion": False,  # an extension of Apex
 }
 
 
@@ -57,6 +56,8 @@ def transformer_config(config: HfConfig, family: Family, settings: MegatronSetti
         "use_cpu_initialization": True,
         # Every weight is loaded: drawing values first would take longer than that, minutes for billions of them.
         "perform_initialization": False,
+        # SwiGLU as a kernel forward and one backward. Its steps one by one would each round to the model's dtype.
+        "bias_activation_fusion": compiles("cuda" if torch.cuda.is_available() else "cpu"),
         **_NO_FUSION,
         **_layout(parallel, settings.moe_dispatcher),
         # Gradients are plain sums of all micro-batches and ranks: the loss knows the denominators of the whole step.

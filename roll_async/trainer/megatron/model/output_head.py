@@ -20,11 +20,9 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 from roll_async.algorithms.logprobs import Sampling, TokenLogprobs
+from roll_async.trainer.megatron.memory_estimate import LOGITS_BYTES
 from roll_async.trainer.megatron.model.logprobs import piece_statistics, slope_in_place
 from roll_async.trainer.megatron.settings import MegatronSettings
-
-LOGITS_BYTES = {"cuda": 1 << 30, "cpu": 256 << 20}
-"""Of the logits of one piece, in the model's dtype; their gradient takes their place."""
 
 
 class OutputHead(ColumnParallelLinear):

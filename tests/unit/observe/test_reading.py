@@ -1,0 +1,217 @@
+"""A run's folder read while it goes on: metrics, samples, lanes, advice; and the commands that print them."""
+
+import json
+import math
+import shutil
+import time
+
+import pytest
+
+from roll_async.cli import main
+from roll_async.observe.reading.advisories import advisories
+from roll_async.observe.reading.run_reader import RunReader, config_differences, visible, who_waits
+from roll_async.observe.reading.sample_index import SampleFilter, SampleIndex
+from tests.unit.observe.written_run import HOSTILE, metrics_of, write_run
+
+
+@pytest.fixture(scope="module")
+def once(tmp_path_factory):
+    return write_run(tmp_path_factory.mktemp("output"))
+
+
+@pytest.fixture
+def run(once, tmp_path):
+    return shutil.copytree(once, tmp_path / "run")
+
+
+def titles(**changes):
+    rows = [metrics_of(step) | {"idle/trainer": 0.1} | changes for step in range(1, 30)]
+    return [found["title"] for found in advisories(rows, {"async_training.staleness.max_versions": 3})]
+
+
+def test_new_lines_are_read_when_they_come_and_a_line_without_its_end_later(run):
+    reader = RunReader(run)
+    assert [row["step"] for row in reader.metrics] == list(range(1, 21))
+    line = json.dumps(metrics_of(21))
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(line[:30])
+        file.flush()
+        assert len(reader.metrics) == 20
+        file.write(line[30:] + "\n")
+    assert reader.metrics[-1]["step"] == 21
+
+
+def test_what_is_no_number_is_left_out_since_no_browser_reads_it(run):
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(metrics_of(21) | {"trainer/grad_norm": math.nan}) + "\n")
+    path = run / "samples/step_00000020.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(row | {"score": -math.inf}) + "\n" for row in rows))
+    reader = RunReader(run)
+    assert "trainer/grad_norm" not in reader.metrics[-1]
+    reader.samples.refresh()
+    (first, *_) = reader.samples.page(SampleFilter())[1]
+    assert first["score"] is None and reader.samples.group_of(first["id"])[0]["score"] is None
+
+
+def test_a_run_that_goes_back_is_read_from_its_beginning(run):
+    reader = RunReader(run)
+    before = (len(reader.metrics), reader.generation)
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "partial").write_text("".join(lines[:7]))
+    (run / "partial").rename(run / "metrics.jsonl")
+    (run / "samples/step_00000020.jsonl").unlink()
+    assert len(reader.metrics) == 7 and reader.generation > before[1]
+    reader.samples.refresh()
+    assert reader.samples.choices()["steps"] == [1, 19]
+
+
+def test_the_index_takes_new_and_changed_files_alone_and_is_kept(run):
+    index = RunReader(run).samples
+    assert (index.refresh(), index.refresh()) == (20, 0)
+    shutil.copy(run / "samples/step_00000003.jsonl", run / "samples/step_00000021.jsonl")
+    text = (run / "samples/step_00000004.jsonl").read_text().splitlines(keepends=True)
+    (run / "samples/step_00000004.jsonl").write_text("".join(text[1:]) + "{damaged\n")
+    index.close()
+    again = RunReader(run).samples
+    assert again.refresh() == 2 and again.choices()["count"] == [20 * 16 + 16 - 1]
+
+
+def test_an_index_that_is_damaged_or_cannot_be_written_is_made_anew(run, tmp_path):
+    (tmp_path / "damaged").write_text("no database at all, but long enough to be taken for the head of one" * 20)
+    for place in (tmp_path / "damaged", tmp_path / "no such folder" / "index"):
+        index = SampleIndex(run / "samples", place)
+        assert index.refresh() == 20 and index.page(SampleFilter())[0] == 320
+
+
+def test_samples_are_filtered_ordered_and_read_whole_with_their_group(run):
+    index = RunReader(run).samples
+    index.refresh()
+    count, rows = index.page(SampleFilter(domain="tools", first_step=5, last_step=6, order="worst"))
+    assert count == 8 == len(rows) and {row["step"] for row in rows} == {5, 6}
+    assert [row["score"] for row in rows] == sorted(row["score"] for row in rows)
+    assert (
+        index.page(SampleFilter(outcome="solved", lowest=1.0))[0] == index.page(SampleFilter(outcome="solved"))[0] > 0
+    )
+    assert index.page(SampleFilter(highest=0.0))[0] + index.page(SampleFilter(lowest=0.5))[0] == 320
+    first, second = (index.page(SampleFilter(), offset=offset, limit=50)[1] for offset in (0, 50))
+    assert len(first) == 50 and not {row["id"] for row in first} & {row["id"] for row in second}
+    group = index.group_of(rows[0]["id"])
+    assert len(group) == 4 and rows[0]["id"] in {row["id"] for row in group}
+    assert all("".join(row["response_pieces"]) == row["response"] for row in group)
+    with pytest.raises(KeyError):
+        index.group_of(10**9)
+
+
+def test_rows_of_an_earlier_version_are_indexed_as_those_of_today(run):
+    for path in (run / "samples").glob("*"):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))  # with spaces
+    index = RunReader(run).samples
+    index.refresh()
+    assert index.choices() == {
+        "domain": ["addition", "tools"], "outcome": ["failed", "solved", "stop"], "steps": [1, 20],
+        "scores": [0.0, 1.0], "count": [320],
+    }  # fmt: skip
+
+
+def test_all_samples_are_read_where_the_run_dumps_all(run):
+    (run / "samples").rename(run.parent / "dump")
+    config = (run / "config.yaml").read_text().replace("null", str(run.parent / "dump"))
+    (run / "config.yaml").write_text(config)
+    index = RunReader(run).samples
+    assert index.refresh() == 20
+
+
+def test_lanes_are_the_spans_of_trainer_and_engines_also_of_a_run_that_goes_on(tmp_path):
+    reader = RunReader(write_run(tmp_path, steps=2, state="running"))
+    tracks = {span["track"] for span in reader.lanes}
+    assert tracks == {"trainer", *(f"{of}actor_infer-{i}" for i in (0, 1) for of in ("", "weights of "))}
+    assert all(span["end"] > span["begin"] for span in reader.lanes) and reader.about()["state"] == "killed"
+
+
+def test_each_advisory_is_for_what_it_says_and_a_healthy_run_has_none():
+    assert titles() == [] and advisories([metrics_of(1)], {}) == []
+    assert titles(**{"reward/mean": 0.25}) == ["The reward is flat at 0.250"]
+    assert titles(**{"validation/truncated": 0.5}) == ["50% of the answers are cut at the length limit"]
+    assert titles(**{"staleness/max": 3.0}) == ["Staleness is at its bound of 3 versions"]
+    assert titles(**{"idle/trainer": 0.75}) == ["The trainer waits 75% of the time for answers"]
+    assert titles(**{"idle/trainer": 0.75, "idle/trainer_rewards": 0.7}) == [
+        "The trainer waits 75% of the time for scores"
+    ]
+    assert titles(**{"idle/engines": 0.75}) == ["The engines are idle 75% of the time"]
+    assert titles(**{"correction/ess": 0.5})[0].startswith("Effective sample size 0.50")
+    assert titles(**{"weights/canary_alarms": 1.0}) == ["Engines and trainer disagree about the same tokens"]
+    rows = [metrics_of(step) | {"idle/trainer": 0.1, "groups/filtered": 12 * step} for step in range(1, 30)]
+    assert [found["title"] for found in advisories(rows, {})] == ["75% of the groups are filtered out"]
+    falling = [metrics_of(step) | {"idle/trainer": 0.1, "reward/mean": 1 - step / 60} for step in range(1, 50)]
+    assert [found["title"] for found in advisories(falling, {})] == ["The reward is lower than at the start"]
+
+
+def test_who_waits_is_told_of_the_newest_steps():
+    assert who_waits([metrics_of(1)]) == (
+        "trainer without work 72% of the last 1 steps, most of it for answers of engines (58%); engines idle 10%"
+    )
+    assert who_waits([]) == "no step is trained yet"
+
+
+def test_configs_are_compared_without_what_differs_in_any_two_runs(run, tmp_path):
+    other = write_run(tmp_path, "other", steps=1, learning_rate="2e-6")
+    assert config_differences(RunReader(run), RunReader(other)) == [
+        ("actor_train.training_args.learning_rate", "1e-6", "2e-6")
+    ]
+
+
+def test_control_characters_are_escapes_in_the_terminal():
+    assert visible(HOSTILE) == "</script><img src=x onerror=\"document.title='harmed'\">\\x1b[31mred\\u202eback\n"
+    assert visible("中文, ñ") == "中文, ñ"
+
+
+def test_the_commands_print_plain_lines(run, tmp_path, capsys):
+    assert main(["status", str(run)]) == 0
+    told = capsys.readouterr().out
+    assert "20 of 40" in told and "finished" in told and "engine \\x1b[31mdied" in told and "\x1b" not in told
+    assert main(["samples", str(run), "--worst", "--domain", "tools", "--step", "7", "-n", "2"]) == 0
+    told = capsys.readouterr().out
+    assert told.count("step 7  group 31  tools  score ") == 2 and "\x1b" not in told
+    other = write_run(tmp_path, "other", steps=8, learning_rate="2e-6")
+    assert main(["compare", str(run), str(other), "--every", "4"]) == 0
+    lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    assert [line[0] for line in lines if line[1] == "reward/mean"] == ["4", "8"]
+    assert lines[-1] == ["actor_train.training_args.learning_rate", "1e-6", "2e-6"]
+
+
+def test_a_run_that_was_interrupted_is_told_how_it_goes_on(tmp_path, capsys):
+    assert main(["status", str(write_run(tmp_path, steps=6, state="interrupted"))]) == 0
+    assert "roll-async run --config mine checkpoint.resume_from=latest" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words", [["status", "X"], ["view", "X"], ["samples", "X"], ["compare", "X", "X"]], ids=lambda words: words[0]
+)
+@pytest.mark.parametrize("wrong", ["nowhere", "empty"])
+def test_a_wrong_folder_is_one_line_and_exit_code_2(words, wrong, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    assert main([str(tmp_path / wrong) if word == "X" else word for word in words]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and "give the folder of a run; `roll-async runs" in told
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty"], "looking makes nothing"
+
+
+def test_no_sample_that_fits_and_no_step_in_common_are_one_line(run, tmp_path, capsys):
+    assert main(["samples", str(run), "--domain", "none"]) == 2
+    assert "no sample fits; it has those of addition, tools" in capsys.readouterr().err
+    assert main(["compare", str(run), str(write_run(tmp_path, "none", steps=0))]) == 2
+    assert "have no step in common" in capsys.readouterr().err
+
+
+def test_a_page_without_a_server_has_all_inside_and_no_text_of_an_answer_ends_its_script(run, tmp_path, capsys):
+    file = tmp_path / "page.html"
+    began = time.monotonic()
+    assert main(["view", str(run), "--html", str(file)]) == 0
+    text = file.read_text()
+    assert time.monotonic() - began < 60 and "opens in any browser" in capsys.readouterr().out
+    assert text.count("<img") == 0 and 'href="page/' not in text and 'src="page/' not in text
+    inside = text.partition('<script id="data" type="application/json">')[2].partition("</script>")[0]
+    data = json.loads(inside)
+    assert len(data["samples"][0]["rows"]) == 320 and len(data["metrics"][0]["step"]) == 20
