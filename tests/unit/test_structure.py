@@ -56,9 +56,9 @@ def test_the_loop_is_two_files_from_the_start_script_a_weight_push_three_and_the
 
 
 LIMITS = {
-    "lines": 64_910,
-    "classes": 795,
-    "dataclasses": 362,
+    "lines": 65_025,
+    "classes": 796,
+    "dataclasses": 363,
     "protocols": 64,
     "functions per 1,000 lines": 68.5,
     "class names with two meanings": 0,

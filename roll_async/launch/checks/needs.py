@@ -6,26 +6,31 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 from roll_async.cluster.placement import gpu_nodes, shortage
 from roll_async.cluster.runtime import pretended_gpus
 from roll_async.config.schema import PipelineConfig, RLVRConfig
+from roll_async.launch.checks.devices import cards_here, device_problem
 from roll_async.launch.checks.inputs import is_hub_name, missing_inputs, models_of
 from roll_async.launch.checks.packages import missing_packages
 from roll_async.launch.roles import processes_of
 
 
 def needs_elsewhere(config: PipelineConfig) -> str | None:
-    """What a run needs whose devices this machine does not have; None where it has them, or where Ray is to say so:
-    another cluster is joined, or GPUs are pretended.
+    """What a run needs whose devices this machine does not have, or cannot use; None where it has them, or where Ray is
+    to say so: another cluster is joined, or GPUs are pretended.
     """
     if os.environ.get("RAY_ADDRESS") or pretended_gpus():
         return None
     there = gpus_here()
     if there is None:
         return None
+    # What is wrong with the names of devices explains a lack of them.
+    problem = device_problem(config, cards_here(), os.environ.get("CUDA_VISIBLE_DEVICES"), torch.version.cuda)
     lacking = shortage(gpu_nodes(processes_of(config)), [there])
-    if lacking is None:
-        return None
+    if problem is not None or lacking is None:
+        return problem
     needs = "; ".join([*_models(config), *_rest(config), f"{_devices(lacking)} (RAY_ADDRESS=HOST:6379 of a cluster)"])
     here = "; or see it run on the CPU here, on the demo's model and data: --device cpu"
     return f"the run needs {needs}{here if isinstance(config, RLVRConfig) else ''}"

@@ -309,7 +309,7 @@ def _layer_activation(model: HfConfig, settings: MegatronSettings, layer: int) -
         dispatched = 2 * chosen * hidden
     else:
         ffn, dispatched = model.integer("intermediate_size") // sizes.tensor, 0
-    # Inputs and outputs of two norms; queries, keys before and after rotation, values, output; gate and up, from which the
-    # backward pass of a fused SwiGLU makes all else, and their product.
+    # Inputs and outputs of two norms; queries, keys before and after rotation, values, output; gate and up, from which
+    # the backward pass of a fused SwiGLU makes all else, and their product.
     kept = 4 * wide + 3 * queries + 2 * keys + values + 3 * ffn + dispatched
     return kept * _DTYPE_BYTES[settings.dtype]
