@@ -18,6 +18,7 @@ import random
 import shutil
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # where cores are shared, waiting for a second thread costs more
@@ -27,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from roll_async.config.processor import multiplies_bf16
 from tools.addition import ALPHABET, problems
 
-VERSION = 8
+VERSION = 9
 VOCABULARY = 64
 SPECIAL = ("<pad>", "<bos>", "<eos>")
 WHITE = ("\u0120", "\u010a")
@@ -99,6 +100,21 @@ def write_rows(path: Path, rows: list) -> None:
                 "ground_truth": problem.answer,
             }
             file.write(json.dumps(row) + "\n")
+
+
+def write_given_rows(folder: Path, everything: Mapping[str, list]) -> None:
+    """Chats and pairs of configs/sft_demo_cpu.yaml and dpo_demo_cpu.yaml: worked solutions, and beside them what the
+    careless teacher says.
+    """
+    rng = random.Random(3)
+    for ending, rows in everything.items():
+        with open(folder / f"sft{ending}.jsonl", "w") as chats, open(folder / f"pairs{ending}.jsonl", "w") as pairs:
+            for problem in rows:
+                right, wrong = problem.solution(rng, 0, 0), problem.solution(rng, WRONG_DIGITS, FORGOTTEN_CARRIES)
+                said = {"role": "user", "content": problem.prompt}, {"role": "assistant", "content": right}
+                chats.write(json.dumps({"messages": said}) + "\n")
+                if wrong != right:
+                    pairs.write(json.dumps({"prompt": problem.prompt, "chosen": right, "rejected": wrong}) + "\n")
 
 
 def warm_rate(size: str) -> float:
@@ -218,6 +234,8 @@ def main() -> None:
     write_rows(temporary / "train.jsonl", everything[:num_train])
     write_rows(temporary / "validation.jsonl", everything[num_train : num_train + NUM_VALIDATION])
     write_rows(temporary / "test.jsonl", everything[num_train + NUM_VALIDATION :])
+    given = {"": everything[: min(num_train, 2_000)], "_validation": everything[num_train : num_train + 128]}
+    write_given_rows(temporary, given)
     make_model(temporary / "random", args.size)
     make_tokenizer(temporary / "random")
     rate, dtype = warm_rate(args.size), warm_dtype(args.size)

@@ -56,10 +56,10 @@ def test_the_loop_is_two_files_from_the_start_script_a_weight_push_three_and_the
 
 
 LIMITS = {
-    "lines": 64_700,
-    "classes": 793,
-    "dataclasses": 361,
-    "protocols": 64,
+    "lines": 65_772,
+    "classes": 808,
+    "dataclasses": 372,
+    "protocols": 65,
     "functions per 1,000 lines": 68.5,
     "class names with two meanings": 0,
     "circles of imports": 0,
