@@ -198,8 +198,8 @@ class PreferenceOptions:
 def preference_loss(
     *, logprobs_2P: Tensor, ref_logprobs_2P: Tensor, options: PreferenceOptions
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """([P] loss of each pair, metrics as sums over its P pairs). Sums of log-probs over each answer, in the order
-    chosen, rejected, chosen, ...
+    """([P] loss of each pair, metrics as sums over pairs), from sums of log-probs over each answer of P pairs, in the
+    order chosen, rejected, chosen, ...
 
     Eq. 7 with a share `label_smoothing` of swapped labels:
     -(1 - s) log sigmoid(h) - s log sigmoid(-h), h = beta * (log-ratio of the chosen - log-ratio of the rejected).

@@ -52,4 +52,4 @@ async def start_supervised(
         save_every=config.save_steps,
         eval_every=config.eval_steps,
     )
-    return SupervisedPipeline(learner, checkpoint, recorder, actor, plan)
+    return SupervisedPipeline(learner, checkpoint, recorder, actor.export_hf, plan)

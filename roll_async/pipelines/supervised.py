@@ -7,7 +7,7 @@ Publish before save, as in `rlvr.py`: a run that is killed in between repeats th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,12 +24,6 @@ class GivenLearner(Protocol):
         ...
 
     async def validate(self) -> Mapping[str, float]: ...
-
-
-class ModelWriter(Protocol):
-    """Ranks that hold the trained model."""
-
-    async def export_hf(self, folder: str) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,10 +46,11 @@ class SupervisedPipeline:
         learner: GivenLearner,
         checkpoint: Checkpointer,
         observer: RunObserver,
-        model: ModelWriter,
+        export: Callable[[str], Awaitable[None]],
         plan: SupervisedPlan,
     ) -> None:
-        self._learner, self._checkpoint, self._observer, self._model = learner, checkpoint, observer, model
+        """`export`: writes the trained model into a folder."""
+        self._learner, self._checkpoint, self._observer, self._export = learner, checkpoint, observer, export
         self._plan, self._stopped, self._saved = plan, False, plan.first_step - 1
         self._doing = "starting"
         self.trained_step = plan.first_step - 1
@@ -73,7 +68,7 @@ class SupervisedPipeline:
 
     async def export_hf(self, folder: str) -> None:
         """Write the trained model as a folder that transformers loads."""
-        await self._model.export_hf(folder)
+        await self._export(folder)
 
     async def run(self) -> RunEnd:
         """Train until max_steps, the end of the data, or a stop; then save.

@@ -54,7 +54,9 @@ class World:
 def run(world, **plan):
     async def work():
         defaults = {"first_step": 1, "max_steps": 4, "save_every": 0, "eval_every": 0}
-        world.pipeline = SupervisedPipeline(world, world, world, world, SupervisedPlan(**{**defaults, **plan}))
+        world.pipeline = SupervisedPipeline(
+            world, world, world, world.export_hf, SupervisedPlan(**{**defaults, **plan})
+        )
         return await world.pipeline.run()
 
     return asyncio.run(work())
