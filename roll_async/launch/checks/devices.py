@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from shutil import which
+from importlib.util import find_spec
+from pathlib import Path
 
 from roll_async.config.schema import RunConfig
 
@@ -13,6 +15,7 @@ OLDEST_DRIVER = {"12": 525, "13": 580}
 """That runs wheels of a CUDA version, by its major number."""
 FOREIGN_SHARE = 0.1
 """Of a device's memory: what a display or a monitor holds is less, a run more."""
+_ANSWERS_WITHIN_S = 10.0
 _FIELDS = "index,uuid,name,driver_version,compute_cap,memory.total,memory.used"
 
 
@@ -28,6 +31,25 @@ class Card:
     total_mib: int
     used_mib: int
 
+    @property
+    def computes_bf16(self) -> bool:
+        """Natively."""
+        return self.capability >= 8.0
+
+    @property
+    def computes_fp8(self) -> bool:
+        return self.capability >= 8.9
+
+    @property
+    def is_used(self) -> bool:
+        """By another process."""
+        return self.used_mib > FOREIGN_SHARE * self.total_mib
+
+    def too_old_for(self, cuda: str | None) -> int | None:
+        """The oldest driver that runs wheels of this CUDA, where the card's is older."""
+        oldest = OLDEST_DRIVER.get((cuda or "").partition(".")[0], 0)
+        return oldest if int(self.driver.partition(".")[0]) < oldest else None
+
     @classmethod
     def of(cls, line: str) -> Card:
         """Of a line of `nvidia-smi --query-gpu`, without header and units."""
@@ -41,13 +63,34 @@ class Card:
         return f"device {self.index} ({self.name})"
 
 
+def nvidia_smi(*arguments: str) -> str:
+    """What the driver's program answers. Raises OSError where there is none, SubprocessError where it fails."""
+    command = ["nvidia-smi", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=_ANSWERS_WITHIN_S).stdout
+
+
+def cards_of(ask: Callable[..., str] = nvidia_smi) -> list[Card]:
+    """The devices of this machine. Raises what `nvidia_smi` does, ValueError where it does not say all of them, as of
+    slices of a card (MIG).
+    """
+    return [Card.of(line) for line in ask(f"--query-gpu={_FIELDS}", "--format=csv,noheader,nounits").splitlines()]
+
+
 def cards_here() -> list[Card]:
-    """None of them where nvidia-smi is not there, or does not say all of it, as of slices of a card (MIG)."""
-    if which("nvidia-smi") is None:
+    """`cards_of`; none where nobody says."""
+    try:
+        return cards_of()
+    except (OSError, subprocess.SubprocessError, ValueError):
         return []
-    query = ["nvidia-smi", f"--query-gpu={_FIELDS}", "--format=csv,noheader,nounits"]
-    done = subprocess.run(query, capture_output=True, text=True, timeout=60)
-    return [] if done.returncode or "[" in done.stdout else [Card.of(line) for line in done.stdout.splitlines()]
+
+
+def cuda_of_torch(folders: Sequence[str] | None = None) -> str | None:
+    """The CUDA that the installed torch was built for, as its file says; None for a build for the CPU."""
+    spec = find_spec("torch") if folders is None else None
+    for folder in folders or (spec.submodule_search_locations if spec is not None else None) or ():
+        match = re.search(r"^cuda\b.*?=\s*'([\d.]+)'", (Path(folder) / "version.py").read_text(), re.M)
+        return match[1] if match else None
+    return None
 
 
 def device_problem(config: RunConfig, cards: Sequence[Card], visible: str | None, cuda: str | None) -> str | None:
@@ -57,14 +100,14 @@ def device_problem(config: RunConfig, cards: Sequence[Card], visible: str | None
     numbers = {device for _, role in config.roles() for device in role.device_mapping or ()}
     if not cards or not numbers:
         return None
-    seen = _seen(cards, visible)
+    seen = seen_devices(cards, visible)
     if isinstance(seen, str):
         return seen
     here = [seen[n % config.num_gpus_per_node] for n in sorted(numbers) if n % config.num_gpus_per_node < len(seen)]
     return next(_problems(config, [card for card in here if card is not None], cuda), None)
 
 
-def _seen(cards: Sequence[Card], visible: str | None) -> list[Card | None] | str:
+def seen_devices(cards: Sequence[Card], visible: str | None) -> list[Card | None] | str:
     """The devices in the order of their numbers in a config, None for a slice of one; or what is wrong with the names.
     CUDA itself ends the list at a name that it does not know.
     """
@@ -91,18 +134,17 @@ def _seen(cards: Sequence[Card], visible: str | None) -> list[Card | None] | str
 def _problems(config: RunConfig, cards: Sequence[Card], cuda: str | None) -> Iterator[str]:
     bf16 = [name for name, role in config.roles() if role.device_mapping and role.model_args.dtype == "bf16"]
     for card in cards:
-        oldest = OLDEST_DRIVER.get((cuda or "").partition(".")[0], 0)
-        if int(card.driver.partition(".")[0]) < oldest:
+        if (oldest := card.too_old_for(cuda)) is not None:
             yield (
                 f"the driver {card.driver} of {card} is older than torch's CUDA {cuda} takes ({oldest} or later); "
                 "update it, or install torch built for an older CUDA"
             )
-        if bf16 and card.capability < 8:
+        if bf16 and not card.computes_bf16:
             yield (
                 f"{bf16[0]}.model_args.dtype=bf16, and {card} computes no bf16 (compute capability {card.capability}, "
                 "8.0 is needed); set fp32, or take another card"
             )
-        if card.used_mib > FOREIGN_SHARE * card.total_mib:
+        if card.is_used:
             yield (
                 f"other processes hold {card.used_mib / 1024:.1f} of {card.total_mib / 1024:.0f} GiB of {card}, as "
                 "another run does (roll-async status); end it, or choose others by CUDA_VISIBLE_DEVICES"
