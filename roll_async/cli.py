@@ -15,6 +15,8 @@ COMMANDS = {
     "new": ("roll_async.commands.configs.new", "write a first config and a reward for a model, data and GPUs"),
     "doctor": ("roll_async.commands.doctor.doctor", "what of this machine, or for a config, stands in a run's way"),
     "run": ("roll_async.commands.run", "train what a config says"),
+    "sft": ("roll_async.commands.supervised", "supervised fine-tuning on chats: the trainer without engines"),
+    "dpo": ("roll_async.commands.supervised", "preference optimisation on pairs of answers, without engines"),
     "validate": ("roll_async.commands.configs.validate", "check configs, one line each"),
     "show": (
         "roll_async.commands.configs.show",

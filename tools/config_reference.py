@@ -63,7 +63,8 @@ This file is generated: `python -m tools.config_reference > docs_roll/configurat
 
 """
 _SECTIONS: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
-    (schema, ("PipelineConfig", "RLVRConfig", "AgenticConfig")),
+    (schema, ("RunConfig", "PipelineConfig", "RLVRConfig", "AgenticConfig")),
+    (schema, ("SupervisedConfig", "SftConfig", "DpoConfig", "HeldOutConfig")),
     (schema_worker, (
         "WorkerConfig", "StrategyArguments", "ModelArguments", "TrainingArguments", "GeneratingArguments",
         "DataArguments", "MegatronTrainConfig", "MegatronInferConfig", "VllmConfig", "SglangConfig", "HfInferConfig",
@@ -93,7 +94,7 @@ def reference() -> str:
     parts += ["## adv_options by adv_estimator\n\n"]
     for name, cls in ADVANTAGE_OPTIONS.items():
         parts += _section(cls, "###", name)
-    parts += ["## Properties\n\n", *_properties(schema.PipelineConfig), "\n", *_other_names()]
+    parts += ["## Properties\n\n", *_properties(schema.RunConfig, schema.PipelineConfig), "\n", *_other_names()]
     return "".join(parts)
 
 
@@ -176,9 +177,10 @@ def _default_text(f: Field, spec: FieldSpec) -> str:
     return f"`[{', '.join(made)}]`"
 
 
-def _properties(cls: type) -> Iterator[str]:
+def _properties(*classes: type) -> Iterator[str]:
     yield "Computed from the keys; `roll-async show` prints them as comments.\n\n| property | meaning |\n|---|---|\n"
-    for name, member in vars(cls).items():
+    members = {name: member for cls in classes for name, member in vars(cls).items()}
+    for name, member in members.items():
         if isinstance(member, property):
             yield f"| `{name}` | {inspect.cleandoc(member.__doc__ or '')} |\n"
 

@@ -1,20 +1,24 @@
 """Small cases of tools/gpu_suite.py that run through code no CPU reaches: each prints one JSON object.
 
-    python tools/gpu_cases.py moe|resume|packing|engine|tensor2|context2|offload|... [--device cuda|cpu]
+    python tools/gpu_cases.py moe|resume|packing|attention|engine|tensor2|context2|offload|... [--device cuda|cpu]
 
 moe: steps of a tiny mixture-of-experts model, bf16, whose loss must fall.
 resume: with optimizer_cpu_offload, two steps, a checkpoint and two more; a second trainer loads it and must take the
 same two.
 packing, engine, tensor2, context2: log-probs of packed rows, of Transformer Engine's layers, of two tensor and of two
 context ranks (each on a device of its own) against those of one rank of local layers and padded rows, bf16.
+attention: packed rows in one call of the kernel that is chosen here, against rows one by one in float32, forward and
+gradients, for equal and grouped heads, with and without a window.
 offload: steps with all memory given back in between, bit by bit the same; what stays allocated meanwhile.
-ipc, nccl, engine2, sglang_ipc, sglang_nccl, sleep, fp8, pushes, experts: transports, engines; see gpu_engine_cases.py.
+ipc, nccl, engine2, sglang_ipc, sglang_nccl, sleep, fp8, pushes, graphs, experts: transports and engines;
+see gpu_engine_cases.py.
 What a case needs and does not find (two devices, Transformer Engine) makes it skipped, with the reason.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import multiprocessing
@@ -32,6 +36,8 @@ from gpu_trainer import make_rows, train_mask
 VOCABULARY, LONGEST, TOKENS = 512, 64, 512
 LOGPROB_BUDGET = 0.02
 """Mean absolute difference of log-probs in bf16: another order of sums moves each by some 0.01."""
+ATTENTION_BUDGET = 0.02
+"""Of gradients in bf16, relative to the largest: sums over up to 700 products of numbers with 8 bits."""
 RESUME_BUDGET = 1e-3
 """Of the loss: sums of one GPU may differ in order from run to run."""
 
@@ -108,6 +114,46 @@ def resume(device: str, scratch: str) -> dict:
 
 def packing(device: str, scratch: str) -> dict:
     return compared(device, scratch, {"micro_batching": "packed", "max_tokens_per_microbatch": TOKENS // 2})
+
+
+def attention(device: str, scratch: str) -> dict:
+    """Errors are relative to the largest number; those of rows one by one in bf16 stand beside them."""
+    from roll_async.trainer.megatron import worker  # noqa: F401  # first: it lets Megatron run without CUDA
+
+    # isort: split
+    from roll_async.trainer.megatron.model.attention import PackedRows, choose_packed_attention, row_by_row
+
+    lengths = (1, 700, 512, 512, 33, 8, 1, 281)
+    bounds = [0, *itertools.accumulate(lengths)]
+    positions = torch.cat([torch.arange(n) for n in lengths]).to(device)
+    starts = torch.tensor(bounds, dtype=torch.int32, device=device)
+    rows = PackedRows.of(bounds, starts, positions, ranks=1, on_device=False)
+    chosen = choose_packed_attention(torch.bfloat16, 64, torch.device(device))
+    worst = {"one_call": 0.0, "row_by_row": 0.0}
+    for (heads, groups), window in itertools.product(((14, 2), (4, 4)), (None, 64)):
+        generator = torch.Generator(device).manual_seed(heads)
+        made = {"device": device, "dtype": torch.bfloat16, "generator": generator}
+        inputs = [torch.randn(bounds[-1], count, 64, **made) for count in (heads, groups, groups)]
+        slope = torch.randn(bounds[-1], heads, 64, **made)
+
+        def results(attend, dtype, inputs=inputs, slope=slope, window=window) -> list[torch.Tensor]:
+            leaves = [x.to(dtype, copy=True).requires_grad_() for x in inputs]
+            out = attend(*leaves, rows, None, window)
+            return [out.detach(), *torch.autograd.grad(out, leaves, slope.to(dtype))]
+
+        exact = results(row_by_row, torch.float32)
+        for name, attend in (("one_call", chosen), ("row_by_row", row_by_row)):
+            for found, wanted in zip(results(attend, torch.bfloat16), exact, strict=True):
+                error = float((found.float() - wanted).abs().max() / wanted.abs().max())
+                worst[name] = max(worst[name], error)
+    return {
+        "ok": worst["one_call"] <= ATTENTION_BUDGET,
+        "value": worst["one_call"],
+        "unit": "of the largest",
+        "budget": ATTENTION_BUDGET,
+        "row_by_row": worst["row_by_row"],
+        "kernel": chosen.__qualname__.partition(".")[0],
+    }
 
 
 def engine(device: str, scratch: str) -> dict:
@@ -220,6 +266,7 @@ CASES = {
     "moe": moe,
     "resume": resume,
     "packing": packing,
+    "attention": attention,
     "engine": engine,
     "tensor2": tensor2,
     "context2": context2,

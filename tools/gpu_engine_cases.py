@@ -66,6 +66,15 @@ def pushes(device: str, scratch: str) -> dict:
     return asyncio.run(_agreement(device, scratch, gpu_cases.LOGPROB_BUDGET, pushed=True, random_weights=True))
 
 
+def graphs(device: str, scratch: str) -> dict:
+    """`pushes` into an engine that decodes by CUDA graphs."""
+    if (missing := _missing(device, devices=1)) is not None:
+        return missing
+    gpu_cases.write_tiny(scratch, experts=False)
+    common = {"pushed": True, "random_weights": True, "enforce_eager": device == "cpu"}
+    return asyncio.run(_agreement(device, scratch, gpu_cases.LOGPROB_BUDGET, **common))
+
+
 def sglang_ipc(device: str, scratch: str) -> dict:
     return _sglang(device, scratch, "cuda_ipc", devices=1)
 
@@ -113,6 +122,7 @@ CASES = {
     "sleep": sleep,
     "fp8": fp8,
     "pushes": pushes,
+    "graphs": graphs,
     "experts": experts,
 }
 

@@ -6,10 +6,12 @@ demo: the CPU demo with Megatron and vLLM both on GPU 0 in two processes (weight
 synchronous steps: step time and the agreement of engine and trainer log-probs.
 trainer: tokens/s, model FLOPs utilisation and peak memory of the Megatron trainer (packed, bf16) and of plain
 Transformers on random-weight Qwen2.5 shapes with rows of up to 2k and 8k tokens: a line per side, then their ratio.
-CASE: moe, resume, packing, engine, tensor2, context2, offload; ipc, nccl, engine2, sglang_ipc, sglang_nccl, sleep, fp8,
-pushes, experts. See gpu_cases.py and gpu_engine_cases.py; the way of each but the kernels runs with --device cpu, too.
-A side or case that takes longer than --limit seconds is ended, and its line says so. `--device cpu --shape tiny` walks
-all but the demo without a GPU; its figures mean nothing.
+CASE: moe, resume, packing, attention, engine, tensor2, context2, offload; ipc, nccl, engine2, sglang_ipc, sglang_nccl,
+sleep, fp8, pushes, graphs, experts. See gpu_cases.py and gpu_engine_cases.py; the way of each but the kernels runs with
+--device cpu, too.
+A side or case that takes longer than --limit seconds is ended, and its line says so; a case with an engine
+has ENGINE_START_S more. --table FILE... prints lines of earlier runs as a table instead. `--device cpu --shape tiny`
+walks all but the demo without a GPU; its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 
 ROOT = Path(__file__).resolve().parents[1]
 ASSETS = ROOT / "output" / "demo_assets"
@@ -41,6 +44,11 @@ K3_BUDGET, RHO_MAX_BUDGET = 1e-3, 1.5
 """Engine against trainer in bf16, per token: the mean of exp(d) - 1 - d over differences d (a standard deviation of
 0.045), and the largest exp(d) of a run.
 """
+
+
+ENGINE_START_S = 60.0
+WITH_AN_ENGINE = ("engine2", "sglang_ipc", "sglang_nccl", "sleep", "fp8", "pushes", "graphs", "experts")
+"""An import, a profile of memory and, with graphs, a capture take ENGINE_START_S, whatever is tested then."""
 
 
 def demo(args: argparse.Namespace) -> Iterator[dict]:
@@ -98,7 +106,7 @@ def trainer(args: argparse.Namespace) -> Iterator[dict]:
     for shape in args.shape:
         with tempfile.TemporaryDirectory() as folder:
             common = ["--shape", shape, "--folder", folder, "--device", args.device]
-            written = play("gpu_trainer.py", ["--side", "write", *common], args)
+            written = play("gpu_trainer.py", ["--side", "write", *common], args.limit)
             if not written["ok"]:
                 yield {"name": f"gpu/trainer/{shape}/model", **written}
                 continue
@@ -107,7 +115,8 @@ def trainer(args: argparse.Namespace) -> Iterator[dict]:
                 work = ["--longest", longest, "--tokens", 8 * budget, "--budget", budget, "--steps", args.steps]
                 sides = {}
                 for side in args.side:
-                    result = play("gpu_trainer.py", ["--side", side, *common, *map(str, work)], args)
+                    counted = ["--launches"] if args.launches else []
+                    result = play("gpu_trainer.py", ["--side", side, *common, *map(str, work), *counted], args.limit)
                     sides[side] = result
                     yield {"name": f"{name}/{side}", "unit": "tokens/s", **result, "mfu": utilisation(result)}
                 if all(side in sides and sides[side]["ok"] for side in SIDES):
@@ -133,15 +142,16 @@ def compare(name: str, megatron: dict, transformers: dict) -> dict:
 
 def case(args: argparse.Namespace, name: str) -> Iterator[dict]:
     """One case of gpu_cases.py."""
-    yield {"name": f"gpu/{name}", **play("gpu_cases.py", [name, "--device", args.device], args)}
+    limit_s = args.limit + ENGINE_START_S * (name in WITH_AN_ENGINE)
+    yield {"name": f"gpu/{name}", **play("gpu_cases.py", [name, "--device", args.device], limit_s)}
 
 
-def play(script: str, arguments: Sequence[str], args: argparse.Namespace) -> dict:
+def play(script: str, arguments: Sequence[str], limit_s: float) -> dict:
     """The JSON object that a script prints last, with `ok`; why there is none."""
     environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    done = finish([sys.executable, str(ROOT / "tools" / script), *arguments], args.limit, environment)
+    done = finish([sys.executable, str(ROOT / "tools" / script), *arguments], limit_s, environment)
     result = {"ok": False, **done} if isinstance(done, dict) else json.loads(done.splitlines()[-1])
-    return {**result, "limit_s": args.limit}
+    return {**result, "limit_s": limit_s}
 
 
 def finish(command: Sequence[str], limit_s: float, environment: Mapping[str, str] | None = None) -> str | dict:
@@ -173,8 +183,9 @@ def utilisation(result: dict) -> float | None:
     return None if peak is None or "tflops" not in result else round(result["tflops"] / peak, 4)
 
 
-CASES = ("moe", "resume", "packing", "engine", "tensor2", "context2", "offload",
-         "ipc", "nccl", "engine2", "sglang_ipc", "sglang_nccl", "sleep", "fp8", "pushes", "experts")  # fmt: skip
+CASES = ("moe", "resume", "packing", "attention", "engine", "tensor2", "context2", "offload",
+         "ipc", "nccl", "engine2", "sglang_ipc", "sglang_nccl", "sleep", "fp8", "pushes", "graphs",
+         "experts")  # fmt: skip
 """Of gpu_cases.py and gpu_engine_cases.py."""
 
 SUITE: dict[str, Callable[[argparse.Namespace], Iterable[dict]]] = {
@@ -182,6 +193,30 @@ SUITE: dict[str, Callable[[argparse.Namespace], Iterable[dict]]] = {
     "demo": demo,
     "trainer": trainer,
 }
+
+
+def table(lines: Sequence[Mapping]) -> str:
+    """A row for each figure, under the card and the versions it was made with."""
+    rows = ["| what | figure | | budget | ok |", "|---|---|---|---|---|"]
+    about = next((line for line in lines if line["name"] == "gpu/device"), {})
+    head = ", ".join(f"{key} {value}" for key, value in about.items() if key != "name" and value)
+    more = ("mfu", "peak_gb", "launches", "device_busy_s", "step_s", "row_by_row", "kernel", "skipped")
+    for line in lines:
+        if line["name"] in ("gpu/device", "machine"):
+            continue
+        figure = f"{line['value']:.4g} {line.get('unit', '')}" if "value" in line else ""
+        besides = ", ".join(f"{key} {line[key]}" for key in more if line.get(key) is not None)
+        rows.append(f"| {line['name']} | {figure} | {besides} | {line.get('budget', '')} | {line['ok']} |")
+    return "\n".join([head, "", *rows])
+
+
+def driver() -> str | None:
+    """Version of NVIDIA's driver; None where nvidia-smi is not there to say it."""
+    if which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True, timeout=30)
+    return done.stdout.split("\n")[0].strip() or None
 
 
 def installed(package: str) -> str | None:
@@ -201,7 +236,12 @@ def main() -> int:
     parser.add_argument("--side", choices=SIDES, nargs="+", default=list(SIDES))
     parser.add_argument("--limit", type=float, default=150.0, help="seconds for a side or case")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: all but the demo")
+    parser.add_argument("--launches", action="store_true", help="count the kernels of a step of both trainers")
+    parser.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="of the JSON lines in these files")
     args = parser.parse_args()
+    if args.table:
+        print(table([json.loads(x) for file in args.table for x in file.read_text().splitlines() if x[:1] == "{"]))
+        return 0
     if args.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
@@ -216,6 +256,7 @@ def main() -> int:
         "name": "gpu/device",
         "device": torch.cuda.get_device_name(0) if args.device == "cuda" else "cpu",
         "torch": torch.__version__,
+        "driver": driver() if args.device == "cuda" else None,
         "python": platform.python_version(),
         **{package: installed(package) for package in packages},
     }

@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from roll_async.cluster.placement import gpu_nodes, place_roles, processes_of
-from roll_async.commands.configs.template import DATA, Choices, describe_model, first_config
+from roll_async.commands.configs.template import DATA, Choices, first_config
 from roll_async.config.schema import AgenticConfig, PipelineConfig, roles_on_engine_devices
 from roll_async.launch.checks.device_memory import GB, DeviceUse, device_uses, span
 from roll_async.launch.checks.gate import check_supported
@@ -44,18 +44,15 @@ MEMORY_HEAD = (
 
 
 def shipped() -> list[Path]:
-    """The configs of `configs/` that name devices."""
-    return [path for path in sorted((ROOT / "configs").glob("*.yaml")) if not path.stem.endswith("_cpu")]
+    """The configs of `configs/` with engines that name devices."""
+    found = sorted((ROOT / "configs").glob("*.yaml"))
+    return [path for path in found if not path.stem.endswith("_cpu") and path.stem not in ("sft_7b", "dpo_7b")]
 
 
 def first_text(name: str) -> str:
     """The text of a config of FIRST."""
     model, gpus = FIRST[name]
-    (billions, context), (file, columns) = describe_model(model), DATA["gsm8k"]
-    choices = Choices(
-        name=name, model=model, billions=billions, context=context, file=file, columns=columns, reward="math_rule",
-        gpus=gpus,
-    )  # fmt: skip
+    choices = Choices.of(name, model, DATA["gsm8k"], "math_rule", gpus)
     return first_config(choices, DEVICE_BYTES)
 
 

@@ -6,6 +6,8 @@
 
 The loss is the sum of the three, in one aggregation mode, each over the tokens and rows of its own part: one more
 supervised row does not change the weight of the others.
+
+Apart: the loss of pairs of whole answers (Rafailov et al., 2023), for rows that are not sampled.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from roll_async.algorithms.aggregation import (
     Denominators,
@@ -182,3 +185,34 @@ def step_metrics(parts: Sequence[Mapping[str, Tensor]], counts: Mapping[str, Den
     # Apart: `correction_metrics` divides these sums by one another, not by the tokens of the loss.
     sums = merge_metrics([{key: x for key, x in part.items() if key.startswith("correction/")} for part in parts])
     return published | correction_metrics(sums=sums) if sums else published
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreferenceOptions:
+    """Of the loss."""
+
+    beta: float
+    label_smoothing: float = 0.0
+
+
+def preference_loss(
+    *, logprobs_2P: Tensor, ref_logprobs_2P: Tensor, options: PreferenceOptions
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """([P] loss of each pair, metrics as sums over pairs), from sums of log-probs over each answer of P pairs, in the
+    order chosen, rejected, chosen, ...
+
+    Eq. 7 with a share `label_smoothing` of swapped labels:
+    -(1 - s) log sigmoid(h) - s log sigmoid(-h), h = beta * (log-ratio of the chosen - log-ratio of the rejected).
+    """
+    rewards = options.beta * (logprobs_2P - ref_logprobs_2P)
+    chosen, rejected = rewards.view(-1, 2).unbind(-1)
+    margins = chosen - rejected
+    smoothing = options.label_smoothing
+    losses = -(1 - smoothing) * logsigmoid(margins) - smoothing * logsigmoid(-margins)
+    sums = {
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/margins": margins,
+        "rewards/accuracies": (margins > 0).float(),
+    }
+    return losses, {name: torch.sum(values.detach()) for name, values in sums.items()}

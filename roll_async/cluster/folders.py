@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from roll_async.config.schema import PipelineConfig, RLVRConfig, WorkerConfig
+from roll_async.config.schema import PipelineConfig, RLVRConfig, RunConfig, SupervisedConfig, WorkerConfig
 
-Config = TypeVar("Config", bound=PipelineConfig)
+Config = TypeVar("Config", bound=RunConfig)
 
 
 def absolute_paths(config: Config, base: Path) -> Config:
@@ -44,8 +44,6 @@ def absolute_paths(config: Config, base: Path) -> Config:
     changes: dict[str, object] = {
         "output_dir": there(config.output_dir),
         "pretrain": model(config.pretrain),
-        "reward_pretrain": model(config.reward_pretrain),
-        "ledger": replace(config.ledger, path=there(config.ledger.path)),
         "checkpoint": replace(
             config.checkpoint,
             output_dir=there(config.checkpoint.output_dir),
@@ -54,7 +52,10 @@ def absolute_paths(config: Config, base: Path) -> Config:
         "tracking": replace(config.tracking, rollout_dump_dir=None if dump is None else there(dump)),
         **{name: worker(role) for name, role in config.roles()},
     }
-    if isinstance(config, RLVRConfig) and config.validation is not None:
+    if isinstance(config, PipelineConfig):
+        changes["reward_pretrain"] = model(config.reward_pretrain)
+        changes["ledger"] = replace(config.ledger, path=there(config.ledger.path))
+    if isinstance(config, RLVRConfig | SupervisedConfig) and config.validation is not None:
         changes["validation"] = config.validation.with_files(there)
     return replace(config, **changes)  # type: ignore[arg-type]
 

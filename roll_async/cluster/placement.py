@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from roll_async.config.schema import PipelineConfig, WorkerConfig, reference_is_actor
+from roll_async.config.schema import PipelineConfig, RunConfig, WorkerConfig, reference_is_actor
 
 _MOST_THREADS = 8
 """Threads of a process with a GPU: its computations on the host do not gain from more."""
@@ -83,21 +83,22 @@ def pretended_gpus() -> int:
     return int(os.environ.get("ROLL_ASYNC_PRETENDED_GPUS", "0"))
 
 
-def training_roles(config: PipelineConfig) -> dict[str, WorkerConfig]:
+def training_roles(config: RunConfig) -> dict[str, WorkerConfig]:
     """Roles with Megatron ranks of their own."""
     roles = {name: worker for name, worker in config.roles() if name != "actor_infer"}
-    if reference_is_actor(config):
+    if isinstance(config, PipelineConfig) and reference_is_actor(config):
         roles.pop("reference")
     return roles
 
 
-def place_roles(config: PipelineConfig) -> dict[str, tuple[ProcessPlacement, ...]]:
+def place_roles(config: RunConfig) -> dict[str, tuple[ProcessPlacement, ...]]:
     """Device mappings to the processes of each role: of actor_train, reference, critic, teacher as configured, and last
     the engines, actor_infer. Raises ValueError for a mapping that spans nodes where it cannot.
     """
     roles = training_roles(config)
     cpu = sum(w.num_ranks for w in roles.values() if w.device_mapping is None)
-    cpu += config.num_servers if config.actor_infer.device_mapping is None else 0
+    engines = config.actor_infer if isinstance(config, PipelineConfig) else None
+    cpu += engines.num_servers if engines is not None and engines.device_mapping is None else 0
     threads = threads_per_process(cpu)  # of processes on CPU; those with a GPU have theirs from the granted node
 
     def put(worker: WorkerConfig, count: int) -> tuple[ProcessPlacement, ...]:
@@ -110,10 +111,10 @@ def place_roles(config: PipelineConfig) -> dict[str, tuple[ProcessPlacement, ...
         )
 
     training = {name: put(w, w.num_ranks) for name, w in roles.items()}
-    return {**training, "actor_infer": put(config.actor_infer, config.num_servers)}
+    return training if engines is None else {**training, "actor_infer": put(engines, engines.num_servers)}
 
 
-def processes_of(config: PipelineConfig) -> list[ProcessPlacement]:
+def processes_of(config: RunConfig) -> list[ProcessPlacement]:
     """The processes of all roles."""
     return list(itertools.chain.from_iterable(place_roles(config).values()))
 

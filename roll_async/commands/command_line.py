@@ -38,7 +38,8 @@ class Commands(click.Group):
         """The command of that name; None for an unknown name."""
         if cmd_name not in self._modules:
             return None
-        return import_module(self._modules[cmd_name][0]).command
+        found = import_module(self._modules[cmd_name][0]).command
+        return found[cmd_name] if isinstance(found, Mapping) else found  # several of one kind share a module
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Print the list of commands for `--help` without importing their modules."""

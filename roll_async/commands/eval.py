@@ -88,7 +88,7 @@ def _evaluate(arguments: _EvalArguments) -> int:
 
     path, overrides = resolve_config(["--config", arguments.config, *arguments.args], None)
     search_beside(path)
-    given = in_checkout(load_with_warnings(path, overrides)).config
+    given = in_checkout(load_with_warnings(path, overrides)).generating
     config = for_evaluation(with_secrets(given, os.environ), None)
     if arguments.is_address and not isinstance(config, RLVRConfig):
         message = "is asked for chats, and worlds need the tokens of a model"

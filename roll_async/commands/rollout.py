@@ -57,7 +57,7 @@ def _rollout(name: str, batches: int, output: Path | None, args: tuple[str, ...]
 
     path, overrides = resolve_config(["--config", name, *args], None)
     loaded = check_supported(path, overrides)
-    given = with_secrets(loaded.config, os.environ)
+    given = with_secrets(loaded.generating, os.environ)
     target = (output or Path(given.output_dir) / "rollout" / given.exp_name).absolute()
     config = for_rollout(given, target)
     require_inputs(loaded)

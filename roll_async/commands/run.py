@@ -10,6 +10,7 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -28,10 +29,11 @@ from roll_async.commands.command_line import (
     EXIT_USAGE,
     execute,
 )
-from roll_async.config.api import dump, load
+from roll_async.config.api import dump, load_with_warnings
 from roll_async.config.loading.lookup import resolve_config
-from roll_async.config.schema import AgenticConfig, RLVRConfig
+from roll_async.config.schema import PipelineConfig, RLVRConfig, RunConfig, SupervisedConfig
 from roll_async.config.secrets import is_secret, shown_text, with_secrets, without_secrets
+from roll_async.config.yaml.compose import OVERRIDE
 from roll_async.launch.run_start import checkpoints_of, go_back, how_to_continue, lock_run, open_run, restored_step
 from roll_async.launch.signals import EndedAtOnce, outlive_state_requests, run_to_end
 from roll_async.observe.disk import Unwritable
@@ -40,11 +42,13 @@ from roll_async.observe.trace import DRIVER, StartTimeline, followed, starting
 
 if TYPE_CHECKING:
     from roll_async.cluster.runtime import RuntimeInfo
+    from roll_async.launch.restarts import Start
     from roll_async.observe.recorder import Recorder
     from roll_async.observe.run_folder import RunFolder
     from roll_async.observe.trackers import Tracker
     from roll_async.pipelines.protocol import RunEnd
     from roll_async.pipelines.wire import UserHooks
+    from roll_async.trainer.supervised import GivenData
 
 logger = logging.getLogger(__name__)
 
@@ -88,8 +92,12 @@ def launcher(
     )
     @click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[KEY=VALUE]...")
     def train(args: tuple[str, ...]) -> int:
-        chosen = default is None or any(arg.startswith("--config") for arg in args)  # also --config-name
-        return run_command(args if chosen else ["--config", str(default), *args], pipeline=pipeline, hooks=hooks)
+        if any(arg.startswith("--config") for arg in args):  # also --config-name
+            return run_command(args, pipeline=pipeline, hooks=hooks)
+        if args and not args[0].startswith("-") and not OVERRIDE.match(args[0]):
+            return run_command(["--config", *args], pipeline=pipeline, hooks=hooks)
+        named = () if default is None else ("--config", default)
+        return run_command([*named, *args], pipeline=pipeline, hooks=hooks)
 
     return train
 
@@ -125,7 +133,7 @@ def run_command(args: Sequence[str], *, pipeline: str | None, hooks: UserHooks |
 
 def opened(
     path: Path, overrides: Sequence[str], pipeline: str | None, hooks: UserHooks | None, held: ExitStack
-) -> tuple[RLVRConfig | AgenticConfig, RunFolder]:
+) -> tuple[RunConfig, RunFolder]:
     """The config past all that a laptop can check, and the folder of its run, locked until `held` closes. Raises
     ValueError for what keeps the run from starting, Unwritable for a disk.
     """
@@ -133,7 +141,7 @@ def opened(
 
     held.enter_context(StartTimeline().current(tell_start))
     # Before all that takes time: a second start beside a running one ends at once, and touches nothing.
-    lock_run(load(path, overrides, pipeline), held)
+    lock_run(load_with_warnings(path, overrides, pipeline).config, held)
     with starting(DRIVER, "checks"):
         config = absolute_paths(_admitted(path, overrides, pipeline), Path.cwd())
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -155,14 +163,14 @@ def _resolved(args: Sequence[str], pipeline: str | None) -> tuple[Path, list[str
     return path, [*cpu_overrides(path, overrides, pipeline), *overrides] if on_cpu else overrides
 
 
-def prepare(args: Sequence[str], pipeline: str | None) -> RLVRConfig | AgenticConfig:
+def prepare(args: Sequence[str], pipeline: str | None) -> RunConfig:
     """The config that a launcher's arguments name, past the gate and with a folder for every model. Warnings go to
     stderr. Raises ValueError for everything that keeps the run from starting and that a laptop can see.
     """
     return _admitted(*_resolved(args, pipeline), pipeline)
 
 
-def _admitted(path: Path, overrides: Sequence[str], pipeline: str | None) -> RLVRConfig | AgenticConfig:
+def _admitted(path: Path, overrides: Sequence[str], pipeline: str | None) -> RunConfig:
     from roll_async.launch.checks.gate import check_supported, require_devices, require_inputs, require_models
     from roll_async.launch.checks.inputs import resolve_names
 
@@ -177,7 +185,7 @@ def _admitted(path: Path, overrides: Sequence[str], pipeline: str | None) -> RLV
     return config
 
 
-def _check_memory(config: RLVRConfig | AgenticConfig) -> None:
+def _check_memory(config: RunConfig) -> None:
     """Against the devices of this machine, where a role uses any; those of other machines are taken to be alike."""
     if not any(role.device_mapping for _, role in config.roles()):
         return  # before torch, whose import takes seconds that the start of Ray can use
@@ -189,15 +197,17 @@ def _check_memory(config: RLVRConfig | AgenticConfig) -> None:
         require_fit(config, torch.cuda.get_device_properties(0).total_memory)
 
 
-def trained(config: RLVRConfig | AgenticConfig, folder: RunFolder, hooks: UserHooks | None = None) -> RunEnd:
+def trained(config: RunConfig, folder: RunFolder, hooks: UserHooks | None = None) -> RunEnd:
     """Ray, the loop, the report. Every failure is one readable line, here and in the run's record, before it is raised
     again; an interrupt too, when the state is saved that can be.
     """
     from roll_async.pipelines.wire import UserHooks
 
+    hooks = hooks or UserHooks()
     try:
+        config, data = _rows_of(config)
         folder.write_config(dump(without_secrets(config)), is_secret)
-        return _run_in(config, folder, hooks or UserHooks())
+        return _run_in(config, folder, hooks, data)
     except BaseException as error:  # also an interrupt, which may be inside an ExceptionGroup
         if exit_code(error) == EXIT_INTERRUPTED:
             if isinstance(error, KeyboardInterrupt) and not isinstance(error, EndedAtOnce):
@@ -213,7 +223,31 @@ def trained(config: RLVRConfig | AgenticConfig, folder: RunFolder, hooks: UserHo
         raise
 
 
-def _interrupted(config: RLVRConfig | AgenticConfig, folder: RunFolder) -> None:
+def _rows_of(config: RunConfig) -> tuple[RunConfig, GivenData | None]:
+    """The rows of an sft or dpo run, and the config with the steps that they make. Raises ValueError for rows that
+    cannot be trained on.
+    """
+    if not isinstance(config, SupervisedConfig):
+        return config, None
+    from roll_async.launch.supervised import load_data
+    from roll_async.trainer.supervised import num_steps
+
+    data = load_data(config)
+    return replace(config, max_steps=num_steps(config, data)), data
+
+
+def _start_of(data: GivenData | None, hooks: UserHooks) -> Start:
+    """What starts the roles of the run."""
+    if data is not None:
+        from roll_async.launch.supervised import start_supervised
+
+        return partial(start_supervised, data=data)
+    from roll_async.launch.run import start_run
+
+    return partial(start_run, hooks=hooks)
+
+
+def _interrupted(config: RunConfig, folder: RunFolder) -> None:
     """Say how the run is continued, if there is something to continue."""
     if folder.record is not None and checkpoints_of(config, folder.record).steps():
         print(f"continue with: {how_to_continue(config, folder.record)}", file=sys.stderr, flush=True)
@@ -269,7 +303,7 @@ def ended(name: str, work: Callable[[], int]) -> int:
         return code
 
 
-def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, hooks: UserHooks) -> RunEnd:
+def _run_in(config: RunConfig, folder: RunFolder, hooks: UserHooks, data: GivenData | None) -> RunEnd:
     with starting(DRIVER, "ray_import"):
         from roll_async.cluster.placement import processes_of
         from roll_async.cluster.role_log import role_environment
@@ -287,18 +321,16 @@ def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, hooks: UserHo
         recorder.repeat()
     where = "CPU" if not any(p.gpu_ids for p in processes) else f"{config.num_nodes} node(s)"
     print(
-        f"{config.exp_name}: {config.max_steps} steps of {config.groups_per_batch} prompts x "
-        f"{config.samples_per_group} samples, ratio {config.async_generation_ratio:g}, on {where}; "
-        f"output in {folder.path}",
+        f"{config.exp_name}: {config.max_steps} steps of {_step_of(config)}, on {where}; output in {folder.path}",
         flush=True,
     )
     env = role_environment(folder.role_logs())
     recorder.screen.starting(recorder.start)
     # torch is most of these imports, and Ray waits for its own processes meanwhile.
-    threading.Thread(target=import_module, args=("roll_async.launch.restarts",), name="imports", daemon=True).start()
+    threading.Thread(target=import_module, args=("roll_async.launch.run",), name="imports", daemon=True).start()
     try:
         with ray_runtime(num_processes=len(processes) + 2, env=env) as runtime:
-            end = run_to_end(lambda: _train(config, runtime, (recorder, folder), hooks))
+            end = run_to_end(lambda: _train(config, runtime, (recorder, folder), hooks, data))
     except BaseException:  # the first error is the one that is told
         with suppress(OSError):
             recorder.close()
@@ -308,12 +340,20 @@ def _run_in(config: RLVRConfig | AgenticConfig, folder: RunFolder, hooks: UserHo
     return end
 
 
-def _recorder(config: RLVRConfig | AgenticConfig, folder: RunFolder) -> Recorder:
+def _step_of(config: RunConfig) -> str:
+    if isinstance(config, PipelineConfig):
+        size = f"{config.groups_per_batch} prompts x {config.samples_per_group} samples"
+        return f"{size}, ratio {config.async_generation_ratio:g}"
+    assert isinstance(config, SupervisedConfig)
+    return f"{config.train_batch_size} {'pairs' if config.pipeline == 'dpo' else 'rows'}"
+
+
+def _recorder(config: RunConfig, folder: RunFolder) -> Recorder:
     """Everything that observes the run. Raises ValueError for a tracker that cannot be opened."""
     from roll_async.observe.machine import gpus_of_machine
     from roll_async.observe.progress import Screen
     from roll_async.observe.prometheus import PrometheusTracker
-    from roll_async.observe.recorder import Recorder
+    from roll_async.observe.recorder import KEYS_WITHOUT_ENGINES, REQUIRED_KEYS, Recorder
     from roll_async.observe.trace import Trace
     from roll_async.observe.trackers import create_tracker
 
@@ -341,24 +381,27 @@ def _recorder(config: RLVRConfig | AgenticConfig, folder: RunFolder) -> Recorder
         create={name: partial(create, name) for name in tracking.track_with},
         alarms=tracking.alarms,
         start=followed(),
+        required=REQUIRED_KEYS if isinstance(config, PipelineConfig) else KEYS_WITHOUT_ENGINES,
     )
 
 
 async def _train(
-    config: RLVRConfig | AgenticConfig,
+    config: RunConfig,
     runtime: RuntimeInfo,
     observers: tuple[Recorder, RunFolder],
     hooks: UserHooks,
+    data: GivenData | None,
 ) -> RunEnd:
     """Start the roles, run the loop, export the model. When a role dies, all roles are started again."""
     with starting(DRIVER, "imports"):
         from roll_async.launch.restarts import can_restart, restart_from_newest, started_roles
         from roll_async.rollout.filters.filter_budget import GeneratedTooMany
 
+        start = _start_of(data, hooks)
     recorder, folder = observers
     while True:
         try:
-            async with started_roles(config, runtime, observers, hooks) as pipeline:
+            async with started_roles(config, runtime, observers, start) as pipeline:
                 with after_start(GeneratedTooMany):
                     end = await pipeline.run()
                     await pipeline.export_hf(str(folder.path / "hf"))
@@ -372,19 +415,20 @@ async def _train(
             recorder.screen.starting(recorder.start)
 
 
-def _report(config: RLVRConfig | AgenticConfig, folder: RunFolder, end: RunEnd) -> None:
+def _report(config: RunConfig, folder: RunFolder, end: RunEnd) -> None:
     from roll_async.observe import report
     from roll_async.pipelines.protocol import RunEnd
 
     metrics = folder.read_metrics()
     if metrics:
-        report.draw(metrics, folder.path / "reward.png", f"{config.exp_name}, ratio {config.async_generation_ratio:g}")
-        rows = [
-            ("model (Transformers)", str(folder.path / "hf")),
-            ("checkpoints", config.checkpoint.output_dir),
-            ("picture", str(folder.path / "reward.png")),
-        ]
-        _say(f"\n{end.value}\n{report.summary(metrics, rows)}")
+        rows = [("model (Transformers)", str(folder.path / "hf")), ("checkpoints", config.checkpoint.output_dir)]
+        if isinstance(config, PipelineConfig):
+            picture = folder.path / "reward.png"
+            report.draw(metrics, picture, f"{config.exp_name}, ratio {config.async_generation_ratio:g}")
+            said = report.summary(metrics, [*rows, ("picture", str(picture))])
+        else:
+            said = report.summary_without_engines(metrics, rows)
+        _say(f"\n{end.value}\n{said}")
     if end is RunEnd.INTERRUPTED:
         _interrupted(config, folder)
         return

@@ -172,7 +172,7 @@ def _config(
     """Simulate the schedule of a config and compare it with the synchronous schedule and with theory. `speeds`: the
     further fields of `Speeds`.
     """
-    config = check_supported(path, overrides).config
+    config = check_supported(path, overrides).generating
     if not isinstance(config, RLVRConfig):
         raise ValueError(f"{path}: only rlvr configs are simulated, this one is agentic")
     if config.colocation == "resident" and roles_on_engine_devices(config):

@@ -18,7 +18,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 
 from roll_async.commands.command_line import EXIT_INTERRUPTED, EXIT_USAGE
@@ -90,9 +89,13 @@ def train(
     inputs = (Path(str(overrides.get("output_dir", "./output"))) / f"{name}.inputs").absolute()
     files: dict[str, bytes] = {}
     kind = reward if isinstance(reward, str) else _pickled(reward, files)
-    rows, columns = template.describe_data(str(data)) if isinstance(data, str | Path) else _written(data, files)
-    place = str(inputs / rows if rows in files else Path(rows).absolute())
-    text = _config(name, template.absolute(str(model)), place, columns, kind, gpus, overrides, files)
+    rows = template.describe_data(str(data)) if isinstance(data, str | Path) else _written(data, inputs, files)
+    asked = {"prompts": overrides.get("rollout_batch_size"), "samples": overrides.get("num_return_sequences_in_group")}
+    numbers = {key: value for key, value in asked.items() if isinstance(value, int)}
+    has, device_bytes = _gpus()
+    choices = template.Choices.of(name, str(model), rows, kind, has if gpus is None else gpus, **numbers)
+    code = {file: content.decode() for file, content in files.items() if file.endswith(".py")}
+    text = template.first_config(choices, device_bytes, code)
     config_file = inputs / f"train_{_digest(text.encode())}.yaml"
     inputs.mkdir(parents=True, exist_ok=True)
     for file, content in {**files, config_file.name: text.encode()}.items():
@@ -121,42 +124,18 @@ def train(
     )
 
 
-def _config(
-    name: str,
-    model: str,
-    file: str,
-    columns: Mapping[str, str],
-    kind: str,
-    gpus: int | None,
-    overrides: Mapping[str, object],
-    files: Mapping[str, bytes],
-) -> str:
-    """The text of the config that the overrides change; its batches are divided as they say."""
+def _gpus() -> tuple[int, int]:
+    """(GPUs of this machine, bytes of one; where there is none, those of the ones that are usual)."""
     import torch
 
-    has_cuda = torch.cuda.is_available()
-    if gpus is None:
-        gpus = torch.cuda.device_count() if has_cuda else 0
-    device_bytes = torch.cuda.get_device_properties(0).total_memory if has_cuda else int(80e9)
-    billions, context = template.describe_model(model)
-    prompts, samples = (overrides.get(key) for key in ("rollout_batch_size", "num_return_sequences_in_group"))
-    choices = template.Choices(
-        name=name,
-        model=model,
-        billions=billions,
-        context=context,
-        file=file,
-        columns=columns,
-        reward=template.reward_type(kind),
-        gpus=gpus,
-        engine="vllm" if gpus or find_spec("vllm") else "hf_infer",
-        prompts=prompts if isinstance(prompts, int) else None,
-        samples=samples if isinstance(samples, int) else 8,
-    )
-    return template.first_config(choices, device_bytes, {n: f.decode() for n, f in files.items() if n.endswith(".py")})
+    if not torch.cuda.is_available():
+        return 0, int(80e9)
+    return torch.cuda.device_count(), torch.cuda.get_device_properties(0).total_memory
 
 
-def _written(data: Sequence[Mapping[str, object]], files: dict[str, bytes]) -> tuple[str, Mapping[str, str]]:
+def _written(
+    data: Sequence[Mapping[str, object]], inputs: Path, files: dict[str, bytes]
+) -> tuple[str, Mapping[str, str]]:
     """(file of the rows, keys of `data_args`)."""
     if isinstance(data, Mapping) or not data:
         raise ValueError("data: no rows; give rows with prompt and ground_truth, or the path of a file")
@@ -171,7 +150,7 @@ def _written(data: Sequence[Mapping[str, object]], files: dict[str, bytes]) -> t
     content = "".join(lines).encode()
     name = f"data_{_digest(content)}.jsonl"
     files[name] = content
-    return name, columns
+    return str(inputs / name), columns
 
 
 def _pickled(reward: RewardFunction, files: dict[str, bytes]) -> str:

@@ -17,14 +17,15 @@ from roll_async.config.loading.check import KIND_CLASSES, Checker
 from roll_async.config.loading.references import find_resolved, resolve_references
 from roll_async.config.loading.rename import compose, rename
 from roll_async.config.loading.resources import ResourceBlocks
-from roll_async.config.rules.contradictions import without_contradictions
+from roll_async.config.loading.spec import spec_of
+from roll_async.config.rules.contradictions import Finding, without_contradictions
 from roll_async.config.rules.every import check_rules
 from roll_async.config.rules.warn import find_warnings
-from roll_async.config.schema import AgenticConfig, RLVRConfig
+from roll_async.config.schema import AgenticConfig, RLVRConfig, RunConfig, SftConfig
 from roll_async.config.yaml.compose import read_sources
 from roll_async.config.yaml.diagnostics import ConfigError, Diagnostic
 from roll_async.config.yaml.emit import dump
-from roll_async.config.yaml.node import Node
+from roll_async.config.yaml.node import Node, diagnostic, nearest
 
 __all__ = ["ConfigError", "Diagnostic", "Loaded", "dump", "load", "load_with_warnings"]
 
@@ -33,24 +34,33 @@ __all__ = ["ConfigError", "Diagnostic", "Loaded", "dump", "load", "load_with_war
 class Loaded:
     """A config and its warnings."""
 
-    config: RLVRConfig | AgenticConfig
+    config: RunConfig
     warnings: tuple[Diagnostic, ...]
     root: Node
     """What was written, under canonical names and with its places."""
+
+    @property
+    def generating(self) -> RLVRConfig | AgenticConfig:
+        """The config, of a kind with engines. Raises ConfigError for another."""
+        if isinstance(self.config, RLVRConfig | AgenticConfig):
+            return self.config
+        kind = self.config.pipeline
+        message = f"{kind}: such a run has no engines, and this command needs them; it is for roll-async {kind}"
+        raise ConfigError((diagnostic("C019", "pipeline", nearest(self.root, ["pipeline"]), message),))
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), pipeline: str | None = None) -> RLVRConfig | AgenticConfig:
     """The config at `path` with `KEY=VALUE` overrides. `pipeline` fixes the kind: rlvr or agentic.
 
-    Raises ConfigError with every problem of the phase that found one.
+    Raises ConfigError with every problem of the phase that found one, and for a config without engines.
     """
-    return load_with_warnings(path, overrides, pipeline).config
+    return load_with_warnings(path, overrides, pipeline).generating
 
 
 def load_with_warnings(path: str | Path, overrides: Sequence[str] = (), pipeline: str | None = None) -> Loaded:
     """Like `load`, with the warnings W01 to W12."""
     if pipeline is not None and pipeline not in KIND_CLASSES:
-        raise ValueError(f"pipeline {pipeline!r}: expected rlvr or agentic")
+        raise ValueError(f"pipeline {pipeline!r}: expected {' | '.join(KIND_CLASSES)}")
     # The trees of a large file are many small objects without cycles; collecting in between doubles the time.
     was_enabled = gc.isenabled()
     gc.disable()
@@ -79,9 +89,10 @@ def _load(path: Path, overrides: Sequence[str], pipeline: str | None) -> Loaded:
     values = checker.check(root)
     _stop_if(checker.errors, warnings)
     values["pipeline"] = kind
-    values, found = without_contradictions(values)
+    found: list[Finding] = []
+    if "algorithm" in values:
+        values, found = without_contradictions(values)
     config = build(KIND_CLASSES[kind], values, path.stem)
-    assert isinstance(config, RLVRConfig | AgenticConfig)
     _stop_if(check_rules(config, root, found), warnings)
     return Loaded(config=config, warnings=tuple([*warnings, *find_warnings(config, root)]), root=root)
 
@@ -96,13 +107,18 @@ def kind_of(root: Node, pipeline: str | None) -> tuple[str, str]:
     if pipeline is not None:
         return pipeline, f"the command fixes pipeline {pipeline}"
     written = find_resolved(root, ("pipeline",))
-    if written is not None and written.value in ("rlvr", "agentic"):
+    if written is not None and isinstance(written.value, str) and written.value in KIND_CLASSES:
         return str(written.value), f"pipeline is {written.value}"
     # Worlds decide before prompt files: configs of ROLL name a template in `data_args` beside their worlds.
     for name in ("custom_envs", "train_env_manager"):
         worlds = find_resolved(root, (name,))
         if worlds is not None and worlds.value is not None:
             return "agentic", f"{name} is set"
+    if find_resolved(root, ("actor_infer",)) is None:
+        for kind, others in (("dpo", (SftConfig, RLVRConfig, AgenticConfig)), ("sft", (RLVRConfig, AgenticConfig))):
+            own = spec_of(KIND_CLASSES[kind]).keys() - {name for cls in others for name in spec_of(cls)}
+            if name := next((name for name in sorted(own) if find_resolved(root, (name,)) is not None), None):
+                return kind, f"{name} is set, and actor_infer is not"
     data = find_resolved(root, ("actor_train", "data_args"))
     if data is not None and data.value is not None:
         return "rlvr", "actor_train.data_args is set"

@@ -24,6 +24,7 @@ RANGES: dict[str, Callable[[float], bool]] = {
     ">= 1": lambda x: x >= 1,
     "> 1": lambda x: x > 1,
     "in [0, 1)": lambda x: 0 <= x < 1,
+    "in [0, 0.5)": lambda x: 0 <= x < 0.5,
     "in [0, 1]": lambda x: 0 <= x <= 1,
     "in (0, 1]": lambda x: 0 < x <= 1,
     "in (0, 1)": lambda x: 0 < x < 1,

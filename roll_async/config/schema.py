@@ -11,8 +11,8 @@ Worked example: rollout_batch_size 64, num_return_sequences_in_group 8, async_ge
 step: groups_per_batch 64, samples_per_batch 512, sync_window_groups 64, staleness_bound 1.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from roll_async.config import staleness
@@ -59,12 +59,13 @@ from roll_async.config.schema_worker import (
 
 __all__ = [
     "AgenticConfig", "AlgorithmConfig", "AsyncTrainingConfig", "CheckpointConfig", "DataArguments",
-    "EnvConfig", "EnvManagerConfig", "FaultPolicy", "FilterGroupsConfig", "GeneratingArguments",
-    "HfInferConfig", "InterruptConfig", "JudgeConfig", "LedgerConfig", "MegatronInferConfig",
+    "DpoConfig", "EnvConfig", "EnvManagerConfig", "FaultPolicy", "FilterGroupsConfig", "GeneratingArguments",
+    "HeldOutConfig", "HfInferConfig", "InterruptConfig", "JudgeConfig", "LedgerConfig", "MegatronInferConfig",
     "MegatronTrainConfig", "ModelArguments", "OverlongBufferConfig", "PipelineConfig", "RLVRConfig",
-    "RewardConfig", "SandboxConfig", "ServiceConfig", "SglangConfig", "StalenessConfig", "StrategyArguments",
-    "ToolConfig", "TrackingConfig", "TrainEnvManagerConfig", "TrainingArguments", "ValEnvManagerConfig",
-    "ValidationConfig", "ValidationSetConfig", "VllmConfig", "WeightSyncConfig", "WorkerConfig",
+    "RewardConfig", "RunConfig", "SandboxConfig", "ServiceConfig", "SftConfig", "SglangConfig",
+    "StalenessConfig", "StrategyArguments", "SupervisedConfig", "ToolConfig", "TrackingConfig",
+    "TrainEnvManagerConfig", "TrainingArguments", "ValEnvManagerConfig", "ValidationConfig",
+    "ValidationSetConfig", "VllmConfig", "WeightSyncConfig", "WorkerConfig",
 ]  # fmt: skip
 
 ROLES = ("actor_train", "actor_infer", "reference", "critic", "teacher")
@@ -73,11 +74,12 @@ MEGATRON_DROPOUTS = ("hidden_dropout", "attention_dropout")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PipelineConfig:
-    """Keys of both kinds of run."""
+class RunConfig:
+    """Keys of every kind of run."""
 
-    pipeline: Literal["rlvr", "agentic"] = derived()
-    """Kind of run; default: agentic with custom_envs, train_env_manager or no actor_train.data_args, else rlvr."""
+    pipeline: Literal["rlvr", "agentic", "sft", "dpo"] = derived()
+    """Kind of run; default: agentic with custom_envs or train_env_manager; without actor_infer dpo with a key that only
+    dpo configs have, sft with one that only these two have; rlvr with actor_train.data_args; else agentic."""
     exp_name: str = derived()
     """Names folders and tracker runs; default: the file's name without suffix."""
     seed: int = bounded(42, ">= 0")
@@ -86,8 +88,6 @@ class PipelineConfig:
     """Root of checkpoints, ledger and logs; no time stamp is added."""
     pretrain: str = required()
     """HF name or folder of the policy."""
-    reward_pretrain: str = derived()
-    """Initial weights of `critic`; default: pretrain."""
     max_steps: int = bounded(500, ">= 1")
     """Training steps."""
     save_steps: int = bounded(50, ">= 0")
@@ -96,15 +96,6 @@ class PipelineConfig:
     """Steps between tracker writes; the result of a validation is written at any step."""
     eval_steps: int = bounded(0, ">= 0")
     """Steps between validations; 0 = never."""
-    rollout_batch_size: int = bounded(128, ">= 1")
-    """Per training step: prompts (rlvr) or trajectories (agentic)."""
-    val_batch_size: int = bounded(128, ">= 1")
-    """Per validation: prompts of each set, or trajectories."""
-    async_generation_ratio: float = bounded(0.0, ">= 0")
-    """Batches generated ahead; 0 = synchronous; fractions allowed."""
-    colocation: Literal["turns", "resident"] = "turns"
-    """Roles that share devices with the engines: turns = one side has them at a time, and async_generation_ratio is 0;
-    resident = both keep their memory there and work at the same time, whatever the ratio."""
     num_gpus_per_node: int = bounded(8, ">= 1")
     """Device id // this = node."""
     template_time: str | None = None
@@ -114,6 +105,59 @@ class PipelineConfig:
     """Environment of every worker process, not of the loader."""
     actor_train: WorkerConfig = required()
     """The policy that is trained."""
+    checkpoint: CheckpointConfig = section(CheckpointConfig)
+    """Where checkpoints go and come from."""
+    tracking: TrackingConfig = section(TrackingConfig)
+    """Where metrics go."""
+    fault: FaultPolicy = section(FaultPolicy)
+    """Limits on the failures that a run tolerates."""
+
+    @property
+    def template_kwargs(self) -> Mapping[str, object]:
+        """Variables of the chat template that prompts and turns of training are rendered with."""
+        return {} if self.actor_train.data_args is None else self.actor_train.data_args.template_kwargs
+
+    def roles(self) -> Iterator[tuple[str, WorkerConfig]]:
+        """Configured roles, in a fixed order."""
+        yield "actor_train", self.actor_train
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of a row at most."""
+        raise NotImplementedError
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Of actor_train."""
+        return self.actor_train.data_parallel_size
+
+    @property
+    def mini_batch_size(self) -> int:
+        """Samples of one optimizer step of actor_train."""
+        return self.actor_train.mini_batch_size
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that the device ids of all roles name; 1 on CPU."""
+        ids = {i for _, worker in self.roles() for i in worker.device_mapping or ()}
+        return len({i // self.num_gpus_per_node for i in ids}) or 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineConfig(RunConfig):
+    """Keys of both kinds of run that generate what they learn from."""
+
+    reward_pretrain: str = derived()
+    """Initial weights of `critic`; default: pretrain."""
+    rollout_batch_size: int = bounded(128, ">= 1")
+    """Per training step: prompts (rlvr) or trajectories (agentic)."""
+    val_batch_size: int = bounded(128, ">= 1")
+    """Per validation: prompts of each set, or trajectories."""
+    async_generation_ratio: float = bounded(0.0, ">= 0")
+    """Batches generated ahead; 0 = synchronous; fractions allowed."""
+    colocation: Literal["turns", "resident"] = "turns"
+    """Roles that share devices with the engines: turns = one side has them at a time, and async_generation_ratio is 0;
+    resident = both keep their memory there and work at the same time, whatever the ratio."""
     actor_infer: WorkerConfig = required()
     """The engines that generate."""
     reference: WorkerConfig | None = None
@@ -130,17 +174,6 @@ class PipelineConfig:
     """How weights travel."""
     ledger: LedgerConfig = section(LedgerConfig)
     """Durable log of finished groups."""
-    checkpoint: CheckpointConfig = section(CheckpointConfig)
-    """Where checkpoints go and come from."""
-    tracking: TrackingConfig = section(TrackingConfig)
-    """Where metrics go."""
-    fault: FaultPolicy = section(FaultPolicy)
-    """Limits on the failures that a run tolerates."""
-
-    @property
-    def template_kwargs(self) -> Mapping[str, object]:
-        """Variables of the chat template that prompts and turns of training are rendered with."""
-        return {} if self.actor_train.data_args is None else self.actor_train.data_args.template_kwargs
 
     def roles(self) -> Iterator[tuple[str, WorkerConfig]]:
         """Configured roles, in a fixed order."""
@@ -166,11 +199,6 @@ class PipelineConfig:
     def loss_parts(self) -> Mapping[str, str]:
         """Part of the loss by domain, where it is not the policy's: cross_entropy or reference_kl."""
         return {}
-
-    @property
-    def longest_sequence(self) -> int:
-        """Tokens of a row at most."""
-        raise NotImplementedError
 
     @property
     def longest_response(self) -> int:
@@ -203,16 +231,6 @@ class PipelineConfig:
     def samples_per_batch(self) -> int:
         """G * N."""
         return self.groups_per_batch * self.samples_per_group
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Of actor_train."""
-        return self.actor_train.data_parallel_size
-
-    @property
-    def mini_batch_size(self) -> int:
-        """Samples of one optimizer step of actor_train."""
-        return self.actor_train.mini_batch_size
 
     @property
     def mini_batches_per_batch(self) -> int:
@@ -309,12 +327,6 @@ class PipelineConfig:
     def colocated(self) -> bool:
         """Whether actor_train and actor_infer share a device."""
         return bool(set(self.actor_train.device_mapping or ()) & set(self.actor_infer.device_mapping or ()))
-
-    @property
-    def num_nodes(self) -> int:
-        """Nodes that the device ids of all roles name; 1 on CPU."""
-        ids = {i for _, worker in self.roles() for i in worker.device_mapping or ()}
-        return len({i // self.num_gpus_per_node for i in ids}) or 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -440,6 +452,66 @@ class AgenticConfig(PipelineConfig):
         """`val_env_manager.num_replicas` with mode replicas, if there are validations."""
         used = self.val_env_manager.mode == "replicas" and self.eval_steps > 0
         return self.val_env_manager.num_replicas if used else 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldOutConfig:
+    """Rows that are measured and not trained on."""
+
+    data_args: DataArguments = required()
+    """Files of held-out rows."""
+
+    @property
+    def data(self) -> Mapping[str, tuple[str, DataArguments]]:
+        """As of a `ValidationConfig`, with one set."""
+        return {"": ("validation.data_args", self.data_args)}
+
+    def with_files(self, place: Callable[[str], str]) -> "HeldOutConfig":
+        """A copy in which every file is the one that `place` gives for it."""
+        return replace(self, data_args=replace(self.data_args, file_name=tuple(map(place, self.data_args.file_name))))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SupervisedConfig(RunConfig):
+    """Keys of both kinds of run that learn from given rows, without engines."""
+
+    sequence_length: int = required(">= 1")
+    """Tokens of a row, prompt and answer together; with dpo of each of the two rows of a pair."""
+    train_batch_size: int = derived(">= 1")
+    """Rows (dpo: pairs) of a training step, which is one optimizer step; it is cut into as many micro-batches as it
+    needs. Default: per_device_train_batch_size * gradient_accumulation_steps * data parallel."""
+    num_train_epochs: int | None = bounded(None, ">= 1")
+    """Passes over the rows, each in an order of its own; ends the run in place of max_steps. null = max_steps."""
+    long_rows: Literal["refuse", "cut", "skip"] = "refuse"
+    """Rows over sequence_length: the run does not start, they lose their end, or they are left out and counted."""
+    validation: HeldOutConfig | None = None
+    """Held-out rows; null = none."""
+
+    @property
+    def longest_sequence(self) -> int:
+        """sequence_length."""
+        return self.sequence_length
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SftConfig(SupervisedConfig):
+    """Chats whose answers are trained on by cross-entropy."""
+
+    trained_turns: Literal["all", "last"] = "all"
+    """Turns of the assistant that are trained on."""
+    min_score: float | None = None
+    """Of rows with a `score`, as dumps of runs and `roll-async rollout` have it: those below are left out and counted;
+    null = none is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DpoConfig(SupervisedConfig):
+    """Pairs of a chosen and a rejected answer (Rafailov et al., "Direct Preference Optimization", 2023)."""
+
+    beta: float = bounded(0.1, "> 0")
+    """Strength of the tie to the reference, which is the model that the run starts from."""
+    label_smoothing: float = bounded(0.0, "in [0, 0.5)")
+    """Share of pairs whose labels are taken to be swapped; 0 = none, the loss of the paper."""
 
 
 def roles_on_engine_devices(config: PipelineConfig) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import TypeVar, cast
 
-from roll_async.config.schema import PipelineConfig
+from roll_async.config.schema import RunConfig
 
 HIDDEN = "<hidden>"
 """In place of a secret."""
@@ -21,7 +21,7 @@ _SECRET_NAME = re.compile(
     r"(api|access|secret|private|auth)[_-]?key|token(?!s|iz)|secret|passw|passphrase|pwd|credential|authorization", re.I
 )
 _KEY_VALUE = re.compile(r"[\w.-]+=")
-C = TypeVar("C", bound=PipelineConfig)
+C = TypeVar("C", bound=RunConfig)
 Path = tuple[str, ...]
 _Change = Callable[[Path, object], object]
 
@@ -111,4 +111,4 @@ def changed_leaves(value: object, path: Path, change: _Change) -> object:
         return new
     if isinstance(value, list | tuple):
         return type(value)(new.values())
-    return replace(cast(PipelineConfig, value), **new)
+    return replace(cast(RunConfig, value), **new)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import TypeVar
@@ -19,17 +19,20 @@ from typing import TypeVar
 from roll_async.buffer.errors import RoleFailed, StallError, first_cause
 from roll_async.cluster.gc_policy import defer_gc_during_startup
 from roll_async.cluster.runtime import RuntimeInfo, wait_names_free
-from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig
-from roll_async.launch.run import start_run
+from roll_async.config.schema import RunConfig
 from roll_async.launch.run_start import checkpoints_of, go_back, how_to_continue, restored_step
 from roll_async.launch.signals import on_stop_signals, print_line, stop_on_signals
 from roll_async.observe.recorder import Recorder
 from roll_async.observe.run_folder import RunFolder
 from roll_async.pipelines.rlvr import RLVRPipeline
-from roll_async.pipelines.wire import UserHooks
+from roll_async.pipelines.supervised import SupervisedPipeline
 
 logger = logging.getLogger(__name__)
-C = TypeVar("C", bound=PipelineConfig)
+C = TypeVar("C", bound=RunConfig)
+
+Pipeline = RLVRPipeline | SupervisedPipeline
+Start = Callable[[C, RuntimeInfo, AsyncExitStack, tuple[Recorder, RunFolder]], Awaitable[Pipeline]]
+"""Starts every role and builds the run on them; they close with the stack."""
 
 _RESTARTABLE = (ConnectionError, TimeoutError, StallError, RoleFailed)
 """Errors after which a restart may help: a role died, was killed, does not answer, or raised."""
@@ -37,15 +40,15 @@ _RESTARTABLE = (ConnectionError, TimeoutError, StallError, RoleFailed)
 
 @asynccontextmanager
 async def started_roles(
-    config: RLVRConfig | AgenticConfig,
+    config: C,
     runtime: RuntimeInfo,
     observers: tuple[Recorder, RunFolder],
-    hooks: UserHooks,
-) -> AsyncIterator[RLVRPipeline]:
+    start: Start[C],
+) -> AsyncIterator[Pipeline]:
     """The run on started roles, with signal handlers. All of them are closed when the block ends."""
     await wait_names_free()  # of the roles before a restart
     async with AsyncExitStack() as stack:
-        starting = asyncio.ensure_future(start_run(config, runtime, stack, observers, hooks))
+        starting = asyncio.ensure_future(start(config, runtime, stack, observers))
         on_stop_signals(starting.cancel)  # there is no pipeline yet to be asked to stop
         try:
             with defer_gc_during_startup(settled=True):
@@ -61,7 +64,7 @@ async def started_roles(
                 print_line(_how_to_resume(config, observers[1], pipeline.rescued))
 
 
-def can_restart(config: PipelineConfig, restarts: int, error: BaseException) -> bool:
+def can_restart(config: RunConfig, restarts: int, error: BaseException) -> bool:
     """Whether starting all roles again may help, and `fault.max_run_restarts` allows one more restart."""
     return isinstance(first_cause(error), _RESTARTABLE) and restarts < config.fault.max_run_restarts
 
@@ -84,7 +87,7 @@ def restart_from_newest(config: C, recorder: Recorder, folder: RunFolder, error:
     return config
 
 
-def _how_to_resume(config: PipelineConfig, folder: RunFolder, rescued: str) -> str:
+def _how_to_resume(config: RunConfig, folder: RunFolder, rescued: str) -> str:
     """Text for a run that failed: whether its last step is saved, and how to resume it."""
     steps = checkpoints_of(config, folder.record).steps()
     if not steps or folder.record is None:

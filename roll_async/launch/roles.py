@@ -20,6 +20,7 @@ from roll_async.cluster.roles.training_role import TrainingRole
 from roll_async.cluster.runtime import RuntimeInfo
 from roll_async.config.schema import (
     PipelineConfig,
+    RunConfig,
     WorkerConfig,
     roles_in_turns,
     roles_on_engine_devices,
@@ -57,7 +58,7 @@ def loading_weights(worker: WorkerConfig) -> WorkerConfig:
     return replace(worker, strategy_args=replace(worker.strategy_args, strategy_config=loads))
 
 
-def _written(config: PipelineConfig) -> list[tuple[str, str]]:
+def _written(config: RunConfig) -> list[tuple[str, str]]:
     """Folders that the driver and the ranks write into."""
     run = Path(config.output_dir) / config.exp_name
     keys = {"output_dir": run, "checkpoint.output_dir": Path(config.checkpoint.output_dir)}
@@ -71,19 +72,31 @@ StartedRoles = tuple[Mapping[str, RayTrainerGroup], StartedRollout | RolloutProc
 class RoleStarter:
     """Starts roles in parallel; all of them are closed when the stack closes."""
 
-    def __init__(self, config: PipelineConfig, runtime: RuntimeInfo, stack: AsyncExitStack) -> None:
+    def __init__(self, config: RunConfig, runtime: RuntimeInfo, stack: AsyncExitStack) -> None:
         self._config, self._runtime, self._stack = config, runtime, stack
         self._placements = place_roles(config)
         self._pool = NodePool(processes_of(config))
+
+    async def start_ranks(self) -> dict[str, RayTrainerGroup]:
+        """All roles of a run without engines. Raises as `start`."""
+        await self._reserve()
+        with shared_folders(_written(self._config)) as folders:
+            workers = training_roles(self._config).items()
+            groups = await asyncio.gather(*(self._start_training(name, worker, folders) for name, worker in workers))
+        return {group.name: group for group in groups}
+
+    async def _reserve(self) -> None:
+        with starting(DRIVER, "placement"):
+            await self._pool.reserve(self._config.fault.stall_timeout)
+        self._stack.callback(self._pool.release)  # first, so the last to close: processes end before their nodes go
 
     async def start(self, *, rollout_log_files: Sequence[str] | None = None) -> StartedRoles:
         """Start all roles. `rollout_log_files`: the rollout has a process of its own, which logs to these files.
 
         Raises ValueError for what the user can fix, RoleFailed for what a role reports.
         """
-        with starting(DRIVER, "placement"):
-            await self._pool.reserve(self._config.fault.stall_timeout)
-        self._stack.callback(self._pool.release)  # first, so the last to close: processes end before their nodes go
+        await self._reserve()
+        assert isinstance(self._config, PipelineConfig), "a run without engines: start_ranks"
         with shared_folders(_written(self._config)) as folders:
             sharing = [name for name in roles_on_engine_devices(self._config) if name in self._placements]
             in_turns = sharing if roles_in_turns(self._config) else []
@@ -123,6 +136,7 @@ class RoleStarter:
     async def _asleep(self, rollout: StartedRollout, in_turns: Sequence[str]) -> PhaseSwitcher:
         """Put the engines to sleep, so that the ranks start on free devices."""
         config, placements = self._config, self._placements
+        assert isinstance(config, PipelineConfig)
         engines = {replica_name(p.index): devices_of([p], config.num_gpus_per_node) for p in placements["actor_infer"]}
         ranks = {name: devices_of(placements[name], config.num_gpus_per_node) for name in in_turns}
         theirs = {device for devices in ranks.values() for device in devices}
@@ -140,6 +154,7 @@ class RoleStarter:
         return devices
 
     async def _start_process(self, log_files: Sequence[str]) -> RolloutProcess:
+        assert isinstance(self._config, PipelineConfig)
         start = partial(start_rollout, self._config, self._placements["actor_infer"], self._pool)
         process = await RolloutProcess.start(
             start,

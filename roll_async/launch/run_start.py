@@ -26,20 +26,20 @@ from typing import TypeVar
 
 from roll_async.checkpoint.lineage import left_behind
 from roll_async.checkpoint.run_checkpoints import RunCheckpoints, adopt, run_of, step_of
-from roll_async.config.schema import PipelineConfig
+from roll_async.config.schema import PipelineConfig, RunConfig
 from roll_async.config.secrets import shown_override
 from roll_async.observe.run_folder import RunFolder
 from roll_async.observe.run_record import FolderLock, RunRecord, next_abandoned, read_record, unused, write_record
 from roll_async.observe.sample_dump import SAMPLES
 
 logger = logging.getLogger(__name__)
-C = TypeVar("C", bound=PipelineConfig)
+C = TypeVar("C", bound=RunConfig)
 
 # SQLite's files beside the database: what was committed last may be in the log alone.
 _LEDGER_FILES = ("", "-wal", "-shm")
 
 
-def lock_run(config: PipelineConfig, held: ExitStack) -> None:
+def lock_run(config: RunConfig, held: ExitStack) -> None:
     """Keep the folder of the run, and what it has outside of it, to this process until the stack closes. Raises
     ValueError when another process has one of them.
     """
@@ -48,7 +48,7 @@ def lock_run(config: PipelineConfig, held: ExitStack) -> None:
         held.callback(FolderLock(path.absolute(), key).close)
 
 
-def checkpoints_of(config: PipelineConfig, record: RunRecord | None) -> RunCheckpoints:
+def checkpoints_of(config: RunConfig, record: RunRecord | None) -> RunCheckpoints:
     """The checkpoints of a run; those without an id where there is no record."""
     keep = config.checkpoint.max_to_keep
     run_id = None if record is None else record.run_id
@@ -87,14 +87,14 @@ def open_run(config: C) -> tuple[C, RunFolder, list[str]]:
     return replace(config, template_time=config.template_time or run.started), folder, notices
 
 
-def restored_step(config: PipelineConfig, folder: RunFolder) -> int:
+def restored_step(config: RunConfig, folder: RunFolder) -> int:
     """Step after which the run goes on; 0 = it begins. Raises ValueError for a folder that is no checkpoint."""
     wanted = config.checkpoint.resume_from
     source = None if wanted is None else checkpoints_of(config, folder.record).find(wanted)
     return 0 if source is None else step_of(source)
 
 
-def go_back(config: PipelineConfig, folder: RunFolder, step: int) -> bool:
+def go_back(config: RunConfig, folder: RunFolder, step: int) -> bool:
     """Set aside what the run has of steps after `step`: checkpoints, metrics, dumps, what trackers wrote; with
     checkpoints a copy of the ledger, too. Whether there was anything.
     """
@@ -112,8 +112,8 @@ def go_back(config: PipelineConfig, folder: RunFolder, step: int) -> bool:
         aside = into / (SAMPLES if file.parent == kept else "dumps")
         aside.mkdir(parents=True, exist_ok=True)
         shutil.move(file, aside / file.name)  # not rename: dumps may be on another disk than the run
-    ledger = Path(config.ledger.path)
-    for suffix in _LEDGER_FILES if later else ():
+    ledger = _ledger(config)
+    for suffix in _LEDGER_FILES if later and ledger is not None else ():
         if (part := Path(f"{ledger}{suffix}")).is_file():
             into.mkdir(parents=True, exist_ok=True)
             shutil.copy2(part, into / part.name)  # a copy: the run goes on with the ledger itself
@@ -123,22 +123,27 @@ def go_back(config: PipelineConfig, folder: RunFolder, step: int) -> bool:
     return True
 
 
-def how_to_continue(config: PipelineConfig, record: RunRecord, *more: str) -> str:
+def how_to_continue(config: RunConfig, record: RunRecord, *more: str) -> str:
     """The command that continues a run."""
     changed = {word.split("=")[0] for word in more} | {"checkpoint.resume_from"}
     words = [word for word in record.command if word.split("=")[0] not in changed]
     return shlex.join([*words, *more, "checkpoint.resume_from=latest"])
 
 
-def _folder(config: PipelineConfig) -> Path:
+def _folder(config: RunConfig) -> Path:
     return Path(config.output_dir) / config.exp_name
 
 
-def _outside(config: PipelineConfig) -> list[tuple[str, Path]]:
+def _ledger(config: RunConfig) -> Path | None:
+    """None: a run without engines has no groups to keep."""
+    return Path(config.ledger.path) if isinstance(config, PipelineConfig) else None
+
+
+def _outside(config: RunConfig) -> list[tuple[str, Path]]:
     """Keys and paths of what the run has outside of its folder."""
     named = {
         "checkpoint.output_dir": config.checkpoint.output_dir,
-        "ledger.path": config.ledger.path,
+        "ledger.path": _ledger(config),
         "tracking.rollout_dump_dir": config.tracking.rollout_dump_dir,
     }
     folder = _folder(config).resolve()
@@ -158,12 +163,14 @@ def _require_unshared(checkpoints: RunCheckpoints, former: RunRecord | None) -> 
         )
 
 
-def _move_former(config: PipelineConfig, former: RunRecord | None) -> tuple[Path, str] | None:
+def _move_former(config: RunConfig, former: RunRecord | None) -> tuple[Path, str] | None:
     """Move a former run away, with all that it has outside of its folder. Returns its new folder and one line for the
     user; None where a former run made nothing.
     """
-    path, ledger = _folder(config), Path(config.ledger.path)
-    made = (path / "metrics.jsonl", ledger, Path(config.checkpoint.output_dir), *_dumps(config))
+    path, ledger = _folder(config), _ledger(config)
+    made = [path / "metrics.jsonl", Path(config.checkpoint.output_dir), *_dumps(config)]
+    if ledger is not None:
+        made.append(ledger)
     if not any(place.is_file() or (place.is_dir() and any(place.iterdir())) for place in made):
         return None
     moved, changes = unused(path), []
@@ -193,7 +200,7 @@ def _followed(source: Path | None, folder: Path, moved: Path | None) -> Path | N
     return moved / source.absolute().relative_to(folder.absolute())
 
 
-def _dumps(config: PipelineConfig) -> Iterator[Path]:
+def _dumps(config: RunConfig) -> Iterator[Path]:
     dumped, kept = config.tracking.rollout_dump_dir, _folder(config) / SAMPLES
     folders = {kept} if dumped is None else {kept, Path(dumped)}  # they may be one
     return (file for folder in sorted(folders) for file in sorted(folder.glob("step_*.jsonl")))

@@ -132,16 +132,10 @@ class Screen:
         last = step >= self._max_steps
         self._under_way = "last step done" if last else f"step {step + 1}/{self._max_steps}"
         self._since = time.monotonic()
-        self._say([
-            (f"step {step}/{self._max_steps}", "bold"),
-            (f"reward {metrics['reward/mean']:.3f}", "bold green"),
-            (f"{metrics['throughput/samples_per_s']:.0f} samples/s", "cyan"),
-            (f"staleness {metrics['staleness/mean']:.2f}/{metrics['staleness/max']:.0f}", ""),
-            (f"queue {metrics['groups/buffered']:.0f}+{metrics['groups/in_flight']:.0f}", ""),
-            (f"overlap {1 - metrics['idle/trainer']:.0%}", ""),
-            (self._eta, "dim"),
-        ])  # fmt: skip
-        if first and self._terminal:
+        of_samples = "reward/mean" in metrics
+        parts = _of_samples(metrics) if of_samples else _of_given_rows(metrics)
+        self._say([(f"step {step}/{self._max_steps}", "bold"), *parts, (self._eta, "dim")])
+        if first and of_samples and self._terminal:
             self._console.print(Text(self._encodable(_LEGEND), "dim italic"))
         if "validation/lag" in metrics:
             self.validation(metrics)
@@ -239,3 +233,25 @@ class Screen:
             state = self._state()
             text = f"{self._under_way}  {_DOING.get(state, state)}  {duration(now - self._since)}  {self._eta}"
         return Text(self._encodable(text), "dim", no_wrap=True, overflow="crop")
+
+
+def _of_samples(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Parts of a step's line, with their styles."""
+    return [
+        (f"reward {metrics['reward/mean']:.3f}", "bold green"),
+        (f"{metrics['throughput/samples_per_s']:.0f} samples/s", "cyan"),
+        (f"staleness {metrics['staleness/mean']:.2f}/{metrics['staleness/max']:.0f}", ""),
+        (f"queue {metrics['groups/buffered']:.0f}+{metrics['groups/in_flight']:.0f}", ""),
+        (f"overlap {1 - metrics['idle/trainer']:.0%}", ""),
+    ]
+
+
+def _of_given_rows(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Likewise, of sft and dpo runs."""
+    parts = [(f"loss {metrics['trainer/loss']:.4f}", "bold green")]
+    if "rewards/accuracies" in metrics:
+        parts.append((f"accuracy {metrics['rewards/accuracies']:.2f}", ""))
+    if "validation/loss" in metrics:
+        parts.append((f"validation {metrics['validation/loss']:.4f}", "magenta"))
+    parts.append((f"epoch {metrics['data/epoch']:.2f}", ""))
+    return [*parts, (f"{metrics['throughput/tokens_per_s']:.0f} tokens/s", "cyan")]

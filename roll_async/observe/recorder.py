@@ -35,6 +35,13 @@ _FLAT_STEPS = 3
 """Steps from the start whose answers all have one score before that is worth a warning."""
 
 
+KEYS_WITHOUT_ENGINES = (
+    "trainer/loss", "trainer/grad_norm", "trainer/learning_rate", "data/epoch", "time/step_s", "time/train_s",
+    "throughput/samples_per_s", "throughput/tokens_per_s",
+)  # fmt: skip
+"""Of sft and dpo runs."""
+
+
 class Recorder:
     """`pipelines/protocol.py: RunObserver`: metrics.jsonl, trackers, the screen, the log.
 
@@ -55,17 +62,18 @@ class Recorder:
         create: Mapping[str, Callable[[], Tracker]] | None = None,
         alarms: Mapping[str, float] | None = None,
         start: StartTimeline | None = None,
+        required: Sequence[str] = REQUIRED_KEYS,
     ) -> None:
         """`trackers`: those that last as long as the process. `create`: by name, makes a tracker of the branch that the
         folder names; raises ValueError if it cannot. `gpus`: of the machine of the driver. `alarms`: the largest value
         of a metric that is no alarm, by key. `samples_every`: steps between two panels of samples, 0 = none. `start`:
-        of the roles; its metrics are those of the first step after it.
+        of the roles; its metrics are those of the first step after it. `required`: keys that every step has.
         """
         self.start = StartTimeline() if start is None else start
         self._alarms, self._raised, self._missed = dict(alarms or {}), set[str](), set[str]()
         self._folder, self.screen, self._create = folder, screen, dict(create or {})
         self._lasting, self._of_branch, self._failed = list(trackers), list[Tracker](), list[Tracker]()
-        self._trace, self._gpus = trace, gpus
+        self._trace, self._gpus, self._required = trace, gpus, required
         self._logging_steps, self._samples_every = logging_steps, samples_every
         self._picked: deque[tuple[int, Sequence[Row]]] = deque()
         """Samples that trackers have not been told yet: by step, the best and the worst answer to a prompt."""
@@ -93,7 +101,7 @@ class Recorder:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """One training step. Asserts that every key that docs_roll/metrics.md promises is present."""
-        missing = [key for key in REQUIRED_KEYS if key not in metrics]
+        missing = [key for key in self._required if key not in metrics]
         assert not missing, f"metrics of step {step} lack {missing}"
         full = {"step": step, "time_s": time.monotonic() - self._started, "run/restarts": self.restarts, **metrics}
         full |= self._start_metrics()

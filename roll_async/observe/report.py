@@ -66,6 +66,27 @@ def summary(metrics: Sequence[Metrics], rows: Sequence[tuple[str, str]]) -> str:
         *[("start", _start(m)) for m in metrics if "start/total_s" in m][-1:],
         *rows,
     ]  # fmt: skip
+    return _aligned(table)
+
+
+def summary_without_engines(metrics: Sequence[Metrics], rows: Sequence[tuple[str, str]]) -> str:
+    """`summary` of an sft or dpo run."""
+    validated = [m["validation/loss"] for m in metrics if "validation/loss" in m]
+    of_held_out = [("validation loss, first / last", f"{validated[0]:.4f} / {validated[-1]:.4f}")] if validated else []
+    table = [
+        (
+            "steps",
+            f"{metrics[-1]['step']:.0f} in {metrics[-1]['time_s']:.0f} s, {metrics[-1]['data/epoch']:.2f} epochs",
+        ),
+        ("loss, first / last step", f"{metrics[0]['trainer/loss']:.4f} / {metrics[-1]['trainer/loss']:.4f}"),
+        *of_held_out,
+        ("tokens/s", f"{sum(m['throughput/tokens_per_s'] for m in metrics) / len(metrics):.0f}"),
+        *rows,
+    ]
+    return _aligned(table)
+
+
+def _aligned(table: Sequence[tuple[str, str]]) -> str:
     width = max(len(name) for name, _ in table)
     return "\n".join(f"  {name.ljust(width)}  {value}" for name, value in table)
 

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from roll_async.buffer.errors import LedgerError, StallError
 from roll_async.checkpoint.run_checkpoints import RunCheckpoints
-from roll_async.config.schema import PipelineConfig
+from roll_async.config.schema import RunConfig
 from roll_async.observe.sample_dump import SampleDump
 from roll_async.pipelines.protocol import BatchQueue
 
@@ -54,13 +54,14 @@ class LoopCheckpoint:
 
     def __init__(
         self,
-        config: PipelineConfig,
+        config: RunConfig,
         roles: Mapping[str, SavedRole],
         learner: SavedLearner,
-        queue: BatchQueue,
+        queue: BatchQueue | None,
         checkpoints: RunCheckpoints,
         samples: SampleDump | None = None,
     ) -> None:
+        """`queue`: None where the learner holds the position in the data."""
         self._config, self._roles, self._learner = config, roles, learner
         self._queue, self._checkpoints, self._samples = queue, checkpoints, samples
         self._pending: asyncio.Task[None] | None = None
@@ -70,7 +71,7 @@ class LoopCheckpoint:
         background.
         """
         await self.finish()
-        position = await self._queue.checkpoint_state(step)
+        position = None if self._queue is None else await self._queue.checkpoint_state(step)
         state = {"step": step, "learner": self._learner.export_state(), "queue": position}
         if self._samples is not None:  # a restored run does not dump these steps again
             await asyncio.to_thread(self._samples.flush)
@@ -89,6 +90,8 @@ class LoopCheckpoint:
             await role.finish_save()
         await asyncio.to_thread(self._checkpoints.commit, step, list(self._roles))
         await asyncio.to_thread(self._checkpoints.prune)  # only now: until the new one is whole the old ones are needed
+        if self._queue is None:
+            return
         try:
             await self._queue.checkpointed(step)
         except (LedgerError, StallError, ConnectionError) as error:
@@ -112,7 +115,7 @@ class LoopCheckpoint:
 
 
 async def restore_loop(
-    config: PipelineConfig, roles: Mapping[str, SavedRole], learner: SavedLearner, checkpoints: RunCheckpoints
+    config: RunConfig, roles: Mapping[str, SavedRole], learner: SavedLearner, checkpoints: RunCheckpoints
 ) -> tuple[int, Mapping[str, object] | None]:
     """Load the checkpoint that `checkpoint.resume_from` names. Returns its step (0 for a fresh run) and its position in
     the prompt stream.

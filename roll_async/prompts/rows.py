@@ -110,6 +110,18 @@ def read_rows(files: Sequence[str], columns: Columns, bad: BadRows) -> Iterator[
                 bad.add(f"{where}: {_say(error)}")
 
 
+def files_of(name: str) -> list[str]:
+    """A file, or the .jsonl files of a folder (a name that ends in /) in the order of their names. Raises ValueError
+    for a folder without any.
+    """
+    if not name.endswith("/"):
+        return [name]
+    found = sorted(map(str, Path(name).glob("*.jsonl")))
+    if not found:
+        raise ValueError(f"data_args.file_name: {name} holds no .jsonl file; name a folder of samples")
+    return found
+
+
 def read_records(name: str, bad: BadRows) -> Iterator[tuple[str, object]]:
     """(place, record) of one file, by its suffix. Raises ValueError naming a missing or unreadable file."""
     path = Path(name)

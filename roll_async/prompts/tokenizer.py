@@ -301,6 +301,48 @@ class ChatEncoder:
             for text, refused in texts
         ]
 
+    def answered(self, chat: Sequence[Turn], *, last: bool, end: int | None) -> list[tuple[list[int], list[bool]]]:
+        """(tokens, which of them the assistant says) of a whole chat: one row where the template goes on from turn to
+        turn, and one more for each answer that it says otherwise once another follows, as those without their thoughts.
+        `last`: the last answer alone is trained on. `end`: the token that ends an answer. What follows the last answer
+        is left out. Raises ValueError for a chat that the template refuses.
+        """
+        mark = "" if end is None else self._tokenizer.convert_ids_to_tokens(end)
+        answers = [index for index, turn in enumerate(chat) if turn["role"] == "assistant"]
+        found: list[tuple[list[int], list[bool]]] = []
+        said = ""
+        for index in answers[-1:] if last else answers:
+            asked, whole = self._said(chat[:index]), self._said(chat[: index + 1], answered=True)
+            if not whole.startswith(asked):
+                raise ValueError(f"messages.{index}: the chat template does not begin its answer as it asks for one")
+            if not found or not asked.startswith(said):
+                found.append(([*self._opening.before(asked)], []))
+                said = ""
+            tokens, mask = found[-1]
+            # In the pieces in which a run would see and sample them.
+            tokens += self._tokens(asked[len(said) :])
+            mask += [False] * (len(tokens) - len(mask))
+            before, closed, _ = whole[len(asked) :].rpartition(mark) if mark else ("", "", "")
+            answer = before + closed or whole[len(asked) :]
+            tokens += self._tokens(answer)
+            if not closed and end is not None and index == answers[-1]:
+                tokens.append(end)
+            mask += [True] * (len(tokens) - len(mask))
+            said = asked + answer
+        return found
+
+    def _tokens(self, text: str) -> list[int]:
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"] if text else []  # type: ignore[return-value]
+
+    def _said(self, chat: Sequence[Turn], *, answered: bool = False) -> str:
+        if not chat:
+            return ""
+        shape, _ = marked(chat, thoughts=self._demands_thoughts)
+        form = self._form_of(json.dumps(shape))
+        if isinstance(form, str):
+            raise ValueError(form)
+        return self._apply(form.written(chat), answered=answered)
+
     def _text(self, chat: Sequence[Turn]) -> tuple[str, bool]:
         shape, _ = marked(chat, thoughts=self._demands_thoughts)
         form = self._form_of(json.dumps(shape))
@@ -333,14 +375,14 @@ class ChatEncoder:
             "model or data_args.template that says it"
         )
 
-    def _apply(self, chat: list[dict[str, object]]) -> str:
+    def _apply(self, chat: list[dict[str, object]], *, answered: bool = False) -> str:
         from jinja2 import TemplateError
 
         try:
             text = self._tokenizer.apply_chat_template(
                 chat,  # type: ignore[arg-type]
                 chat_template=self._template,
-                add_generation_prompt=True,
+                add_generation_prompt=not answered,
                 tokenize=False,
             )
         # Templates are programs: what they do not expect raises Python's own errors, too.

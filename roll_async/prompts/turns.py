@@ -30,14 +30,20 @@ _REMEDIES = {
 _MARK = "roll{}said"  # letters and digits: no template changes them, whatever it escapes
 
 
-def parse_turns(turns: object, column: str) -> tuple[Turn, ...]:
+def parse_turns(turns: object, column: str, *, answered: bool = False) -> tuple[Turn, ...]:
     """The chat of a row, its arguments as JSON text and its contents as plain text. Raises ValueError, with key and
-    remedy, for what is no chat and for what a turn says that could not be kept.
+    remedy, for what is no chat and for what a turn says that could not be kept. `answered`: it is trained on as it is;
+    else it ends before an answer.
     """
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
         raise ValueError(f"{column}: the chat must be a non-empty list of {{role: text, content: text}}")
     found = tuple(_turn(turn, f"{column}.{index}") for index, turn in enumerate(turns))
-    if found[-1]["role"] == "assistant":
+    if answered:
+        if not any(turn["role"] == "assistant" for turn in found):
+            raise ValueError(
+                f"{column}: no turn of the assistant: there is nothing to train on; add one, or take it out"
+            )
+    elif found[-1]["role"] == "assistant":
         raise ValueError("the chat ends with an answer of the assistant; there is nothing to generate")
     return found
 

@@ -12,6 +12,7 @@ from roll_async.weight_sync.bucket import Bucket, UpdatePlan
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from roll_async.algorithms.objective import PreferenceOptions
     from roll_async.schema import ExpertRows
 
 
@@ -49,6 +50,15 @@ class PolicyRows:
     reference_kl_mask: Tensor | None = None  # [B,T] bool, tokens of distilled rows; None = those of the policy part
     experts: ExpertRows | None = None
     """Choice of experts to replay; None = the model's own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GivenRows(TokenRows):
+    """One optimizer step on given rows (sft); with a preference their order is chosen, rejected, chosen, ... (dpo)."""
+
+    preference: PreferenceOptions | None = None
+    """None: cross-entropy."""
+    ref_logprobs: Tensor | None = None  # [B] float32: sums over the masked tokens, of the reference
 
 
 def mini_batch_ranges(num_rows: int, mini_batch_rows: int) -> list[range]:
@@ -137,6 +147,10 @@ class TrainerGroup(ScoringGroup, Protocol):
 
     async def compute_squares(self, rows: TokenRows) -> Tensor:
         """[B,T] float32, the sum over the vocabulary of the squared probability at token t; 0 where not in the mask."""
+        ...
+
+    async def update_given(self, rows: GivenRows, step: int) -> Mapping[str, float]:
+        """One optimizer step on rows that are not sampled."""
         ...
 
     async def update_policy(self, rows: PolicyRows, step: int) -> Mapping[str, float]:

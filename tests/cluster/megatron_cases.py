@@ -21,7 +21,7 @@ from roll_async.trainer.megatron.settings import MegatronSettings, OptimizerSett
 from roll_async.trainer.megatron.state.host_state import HostState
 from roll_async.trainer.megatron.state.optimizer_state import parameter_states, parts_of
 from roll_async.trainer.megatron.worker import MegatronWorker, RankSpec
-from roll_async.trainer.protocol import PolicyRows, TokenRows, ValueRows
+from roll_async.trainer.protocol import GivenRows, PolicyRows, TokenRows, ValueRows
 from roll_async.weight_sync.bucket import Content
 from tests.rounding import Bounds, assert_near
 
@@ -636,4 +636,23 @@ def sharded_logprobs(rank, world_size, port, logits, tokens, mask, settings):
         part = whole.grad.chunk(world_size, -1)[rank]
         found.append((result.logprobs.detach(), result.entropy.detach(), part, result.squares))
     torch.distributed.destroy_process_group()
+    return found
+
+
+def given_steps(rank, world_size, port, settings, preference=None, steps=3):
+    """Metrics of optimizer steps on given rows; with a preference rows 2i and 2i + 1 are a pair."""
+    worker = start_worker(rank, world_size, port, settings)
+    rows, _ = batch(a_copy=True)
+    reference = None
+    if preference is not None:
+        scored = worker.compute_logprobs(rows)  # rank 0 has the answers of all
+        told = [None if scored is None else scored.sum(-1)]
+        torch.distributed.broadcast_object_list(told)
+        reference = told[0]
+    given = GivenRows(
+        tokens=rows.tokens, lengths=rows.lengths, mask=rows.mask, preference=preference, ref_logprobs=reference
+    )
+    share = worker.splitter.given(given)[worker.data_parallel_rank]
+    found = [worker.update_given(share, step) for step in range(1, steps + 1)]
+    worker.stop()
     return found

@@ -1,5 +1,6 @@
 """tools/gpu_suite.py without a GPU: the trainer's comparison runs on a tiny shape, the suite itself is skipped."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -83,3 +84,31 @@ def test_a_case_with_an_engine_runs_its_way_on_a_cpu(name):
 def test_without_a_gpu_the_suite_says_so_and_succeeds():
     done = suite("--only", "trainer")
     assert (done.returncode, done.stdout) == (0, "skipped: no CUDA device\n")
+
+
+@pytest.mark.slow
+def test_every_line_of_the_trip_runs_on_a_cpu_and_one_table_is_printed(tmp_path):
+    limit = int(patient(280))
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, "TRIP_LIMIT_S": str(limit)}
+    command = ["bash", str(ROOT / "tools" / "gpu_trip.sh"), "cpu", str(tmp_path)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=limit + 60)
+    assert done.returncode == 0 and done.stderr == "", done.stdout + done.stderr
+    head, _, _, _, *rows = done.stdout.splitlines()
+    assert head.startswith("device cpu, torch ")
+    named = [row.split(" | ")[0].removeprefix("| ") for row in rows]
+    sides = ["gpu/trainer/tiny/64/megatron", "gpu/trainer/tiny/64/transformers", "gpu/trainer/tiny/64"]
+    assert named == ["gpu/attention", "logprobs_memory", "logprobs_time", *sides]
+    assert "kernel row_by_row" in rows[0] and "launches" in rows[3] and rows[5].endswith("| True |")
+
+
+def test_a_case_with_an_engine_has_the_time_of_its_start_beside_its_own(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import gpu_engine_cases
+    import gpu_suite
+
+    limits = []
+    monkeypatch.setattr(gpu_suite, "play", lambda script, arguments, limit_s: limits.append(limit_s) or {"ok": True})
+    for name in ("moe", "pushes", "experts"):
+        list(gpu_suite.case(argparse.Namespace(limit=150, device="cpu"), name))
+    assert limits == [150, 210, 210]
+    assert gpu_engine_cases.CASES.keys() == {"ipc", "nccl", *gpu_suite.WITH_AN_ENGINE}

@@ -38,7 +38,7 @@ from roll_async.cluster.runtime import LOOPBACK
 from roll_async.observe.trace import StartTimeline, starting
 from roll_async.trainer.megatron.settings import MegatronSettings
 from roll_async.trainer.megatron.shares import BatchSplitter, DataParallelShard
-from roll_async.trainer.protocol import STATE_KINDS, PolicyRows, StateMemory, TokenRows, ValueRows
+from roll_async.trainer.protocol import STATE_KINDS, GivenRows, PolicyRows, StateMemory, TokenRows, ValueRows
 from roll_async.weight_sync.bucket import Block, Bucket, UpdatePlan
 from roll_async.weight_sync.digest import of_trainer
 
@@ -77,6 +77,8 @@ class WorkerCalls(Protocol):
     async def compute_values(self, share: DataParallelShard) -> Tensor | None: ...
 
     async def update_policy(self, share: DataParallelShard, step: int) -> Mapping[str, float]: ...
+
+    async def update_given(self, share: DataParallelShard, step: int) -> Mapping[str, float]: ...
 
     async def update_values(self, share: DataParallelShard, step: int) -> Mapping[str, float]: ...
 
@@ -310,6 +312,11 @@ class RayTrainerGroup:
         """All optimizer steps of one training step."""
         _, of_ranks = await self._put(self._splitter.policy, rows)
         return (await self._each(RankCalls.update_policy, [(share, step) for share in of_ranks]))[0]
+
+    async def update_given(self, rows: GivenRows, step: int) -> Mapping[str, float]:
+        """One optimizer step on rows that are not sampled."""
+        _, of_ranks = await self._put(self._splitter.given, rows)
+        return (await self._each(RankCalls.update_given, [(share, step) for share in of_ranks]))[0]
 
     async def update_values(self, rows: ValueRows, step: int) -> Mapping[str, float]:
         """All optimizer steps of the critic."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from roll_async.config.schema import PipelineConfig, WorkerConfig
+from roll_async.config.schema import PipelineConfig, RunConfig, WorkerConfig
 from roll_async.inference.settings import EngineSettings
 from roll_async.trainer.megatron.settings import MegatronSettings
 from roll_async.weight_sync.bucket import STAGED
@@ -20,7 +20,7 @@ class TrainingRole:
     name: str
     """actor_train, critic, reference or teacher."""
     settings: MegatronSettings
-    bucket_bytes: int
+    bucket_bytes: int = 1 << 30
     """Largest total size of the blocks of a weight bucket, one per rank."""
     engine_tensor_parallel: int = 1
     """Tensor-parallel ranks of an engine that receive their parts of the weights."""
@@ -32,8 +32,10 @@ class TrainingRole:
     """Folder of the files of weight_sync.transport filesystem."""
 
     @classmethod
-    def of(cls, config: PipelineConfig, name: str, worker: WorkerConfig) -> TrainingRole:
+    def of(cls, config: RunConfig, name: str, worker: WorkerConfig) -> TrainingRole:
         """One training role, as the config has it."""
+        if not isinstance(config, PipelineConfig):
+            return cls.alone(config, name, worker)
         engine = EngineSettings.of(config, replica=0, restart=0)  # the same for all of them
         return cls(
             name=name,
@@ -45,6 +47,12 @@ class TrainingRole:
             engine_expert_parallel=bool(engine.extra.keys() & {"enable_expert_parallel", "ep_size"}),
             weights_folder=str(Path(config.output_dir).resolve() / config.exp_name / "weights"),
         )
+
+    @classmethod
+    def alone(cls, config: RunConfig, name: str, worker: WorkerConfig) -> TrainingRole:
+        """Of a run without engines: nothing is pushed."""
+        settings = MegatronSettings.of(config, worker)
+        return cls(name=name, settings=settings, rpc_timeout_s=config.fault.rpc_timeout)
 
     rpc_timeout_s: float
     """Seconds of one call, the start included."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from importlib.util import find_spec
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -59,24 +59,13 @@ def write(
     """The files, the config first. Raises ValueError for what cannot be trained so, and for a folder with files."""
     from roll_async.commands.configs import template  # imports torch: not for --help
 
-    size, context = template.describe_model(model, billions)
-    file, columns = template.describe_data(data)
-    kind = template.OWN_REWARD if reward is None else template.reward_type(reward)
-    name = f"{data if data in template.DATA else Path(data).stem}_{size:.2g}b_{gpus}gpu" if folder is None else ""
-    place = Path(folder or name)
+    described = template.describe_data(data)
+    choices = template.Choices.of("", model, described, reward or template.OWN_REWARD, gpus, billions=billions)
+    stem = data if data in template.DATA else Path(data).stem
+    place = Path(folder or f"{stem}_{choices.billions:.2g}b_{gpus}gpu")
     if place.is_file() or (place.is_dir() and any(place.iterdir())):
         raise ValueError(f"{place} is there and not empty; name another folder, which is made")
-    choices = template.Choices(
-        name=name or place.resolve().name,
-        model=template.absolute(model),
-        billions=size,
-        context=context,
-        file=template.absolute(file),
-        columns=columns,
-        reward=kind,
-        gpus=gpus,
-        engine="vllm" if gpus or find_spec("vllm") else "hf_infer",
-    )
+    choices = replace(choices, name=place.resolve().name)
     files = {} if reward is not None else {"reward.py": template.REWARD_FILE}
     files = {"config.yaml": template.first_config(choices, int(device_gb * 1e9), files), **files}
     place.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,14 @@ import click
 from roll_async.buffer.states import QueueOptions
 from roll_async.commands.command_line import AS_TYPED, print_pairs
 from roll_async.commands.configs.validate import one_config
-from roll_async.config.schema import PipelineConfig, RLVRConfig, WorkerConfig, roles_on_engine_devices
+from roll_async.config.schema import (
+    PipelineConfig,
+    RLVRConfig,
+    RunConfig,
+    SupervisedConfig,
+    WorkerConfig,
+    roles_on_engine_devices,
+)
 from roll_async.config.schema_worker import MegatronInferConfig, MegatronTrainConfig
 from roll_async.weight_sync.adapters import choose_adapters
 from roll_async.weight_sync.bucket import STAGED
@@ -36,16 +43,31 @@ def run_plan(args: list[str]) -> int:
     """Print the plan of one config; exit 2 if it is not valid."""
     if (loaded := one_config("plan", args)) is None:
         return 2
-    print_pairs([*placement(loaded.config), *weight_push(loaded.config), *batches(loaded.config)])
+    config = loaded.config
+    if isinstance(config, SupervisedConfig):
+        print_pairs([*placement(config), *steps(config)])
+    else:
+        print_pairs([*placement(config), *weight_push(loaded.generating), *batches(loaded.generating)])
     return 0
 
 
-def placement(config: PipelineConfig) -> list[tuple[str, str]]:
+def steps(config: SupervisedConfig) -> list[tuple[str, str]]:
+    """What a run without engines takes at a time, and when it ends."""
+    what, epochs = "pairs" if config.pipeline == "dpo" else "rows", config.num_train_epochs
+    end = f"{config.max_steps} steps" if epochs is None else f"{epochs} epochs"
+    saves = f"every {config.save_steps} steps" if config.save_steps else "at the end"
+    return [
+        ("training step", f"{config.train_batch_size} {what} in 1 optimizer step"),
+        ("run", f"{end}, a checkpoint {saves}"),
+    ]
+
+
+def placement(config: RunConfig) -> list[tuple[str, str]]:
     """Placement: one row per role."""
     rows = [("nodes", f"{config.num_nodes} of {config.num_gpus_per_node} devices")]
     for name, worker in config.roles():
         where = _devices(worker, config.num_gpus_per_node)
-        if name == "actor_infer":
+        if isinstance(config, PipelineConfig) and name == "actor_infer":
             engine = worker.strategy_args.strategy_name
             own = config.num_validation_replicas
             apart = f", the last {own} for validation alone" if own else ""

@@ -40,7 +40,7 @@ def command(args: tuple[str, ...], memory: bool, device_gb: float, weights: bool
             from roll_async.launch.checks.device_memory import GB
             from roll_async.weight_sync.traffic import Links
 
-            print("\n".join(plan_of(loaded.config, Links(network=network_gb_s * GB))))
+            print("\n".join(plan_of(loaded.generating, Links(network=network_gb_s * GB))))
             return 0
     except ValueError as error:
         print(f"roll-async show: {error}", file=sys.stderr)

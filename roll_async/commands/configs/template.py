@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -84,6 +85,37 @@ class Choices:
     samples: int = 8
     """Answers to each prompt."""
 
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        model: str,
+        data: tuple[str, Mapping[str, str]],
+        reward: str,
+        gpus: int,
+        *,
+        billions: float | None = None,
+        prompts: int | None = None,
+        samples: int = 8,
+    ) -> Choices:
+        """With what the model's folder or name says, and what is here by its absolute path: the config may be used in
+        another folder. `data`: of `describe_data`. Raises ValueError.
+        """
+        size, context = describe_model(model, billions)
+        return cls(
+            name=name,
+            model=_absolute(model),
+            billions=size,
+            context=context,
+            file=_absolute(data[0]),
+            columns=data[1],
+            reward=reward_type(reward),
+            gpus=gpus,
+            engine="vllm" if gpus or find_spec("vllm") else "hf_infer",
+            prompts=prompts,
+            samples=samples,
+        )
+
 
 class DeviceLayout(NamedTuple):
     """Which devices do what."""
@@ -129,8 +161,7 @@ def describe_data(data: str) -> tuple[str, Mapping[str, str]]:
     raise ValueError(f"{data} has no rows" + (f": {bad.problems[0]}" if bad.problems else ""))
 
 
-def absolute(path: str) -> str:
-    """Of what is here: the config may be used in another folder."""
+def _absolute(path: str) -> str:
     return str(Path(path).resolve()) if Path(path).exists() else path
 
 

@@ -7,7 +7,7 @@ import click
 
 from roll_async.commands.command_line import AS_TYPED
 from roll_async.config.api import ConfigError, Loaded
-from roll_async.config.schema import RLVRConfig
+from roll_async.config.loading.check import KIND_CLASSES
 from roll_async.config.yaml.compose import OVERRIDE
 from roll_async.config.yaml.diagnostics import Diagnostic, printable
 from roll_async.launch.checks.gate import check_supported, require_packages
@@ -55,8 +55,7 @@ def _validate_one(path: str, overrides: list[str], pipeline: str | None) -> bool
         print_escaped(f"invalid: {printable(path)} ({count} error{'s' if count != 1 else ''})", sys.stdout)
         return False
     report((*loaded.warnings, *missing), sys.stdout)
-    kind = "rlvr" if isinstance(loaded.config, RLVRConfig) else "agentic"
-    print_escaped(f"ok: {printable(path)} ({kind})", sys.stdout)
+    print_escaped(f"ok: {printable(path)} ({loaded.config.pipeline})", sys.stdout)
     return True
 
 
@@ -86,8 +85,8 @@ def parse(args: list[str]) -> tuple[list[str], list[str], str | None]:
     for arg in rest:
         if arg == "--pipeline" or arg.startswith("--pipeline="):
             pipeline = arg.partition("=")[2] or next(rest, "")
-            if pipeline not in ("rlvr", "agentic"):
-                raise ValueError(f"--pipeline {printable(pipeline)!r}: expected rlvr or agentic")
+            if pipeline not in KIND_CLASSES:
+                raise ValueError(f"--pipeline {printable(pipeline)!r}: expected {' | '.join(KIND_CLASSES)}")
         elif arg.startswith("-") and arg != "-":
             raise ValueError(f"unknown option {printable(arg)!r}")
         elif OVERRIDE.match(arg):

@@ -18,14 +18,14 @@ import random
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from roll_async.commands.demo.addition import ALPHABET, Problem, problems
 from roll_async.config.processor import multiplies_bf16
 from roll_async.observe.disk import cannot
 
-VERSION = 8
+VERSION = 9
 VOCABULARY = 64
 SPECIAL = ("<pad>", "<bos>", "<eos>")
 WHITE = ("\u0120", "\u010a")
@@ -99,6 +99,21 @@ def write_rows(path: Path, rows: Sequence[Problem]) -> None:
                 "ground_truth": problem.answer,
             }
             file.write(json.dumps(row) + "\n")
+
+
+def write_given_rows(folder: Path, everything: Mapping[str, Sequence[Problem]]) -> None:
+    """Chats and pairs of configs/sft_demo_cpu.yaml and dpo_demo_cpu.yaml: worked solutions, and beside them what the
+    careless teacher says.
+    """
+    rng = random.Random(3)
+    for ending, rows in everything.items():
+        with open(folder / f"sft{ending}.jsonl", "w") as chats, open(folder / f"pairs{ending}.jsonl", "w") as pairs:
+            for problem in rows:
+                right, wrong = problem.solution(rng, 0, 0), problem.solution(rng, WRONG_DIGITS, FORGOTTEN_CARRIES)
+                said = {"role": "user", "content": problem.prompt}, {"role": "assistant", "content": right}
+                chats.write(json.dumps({"messages": said}) + "\n")
+                if wrong != right:
+                    pairs.write(json.dumps({"prompt": problem.prompt, "chosen": right, "rejected": wrong}) + "\n")
 
 
 def warm_rate(size: str) -> float:
@@ -210,6 +225,8 @@ def make(args: argparse.Namespace, made: dict[str, object]) -> None:
     write_rows(temporary / "train.jsonl", everything[:num_train])
     write_rows(temporary / "validation.jsonl", everything[num_train : num_train + NUM_VALIDATION])
     write_rows(temporary / "test.jsonl", everything[num_train + NUM_VALIDATION :])
+    given = {"": everything[: min(num_train, 2_000)], "_validation": everything[num_train : num_train + 128]}
+    write_given_rows(temporary, given)
     source, model = temporary / "random", temporary / "model"
     make_model(source, args.size)
     make_tokenizer(source)

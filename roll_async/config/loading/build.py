@@ -14,7 +14,7 @@ from roll_async.config import processor
 from roll_async.config.options.advantage_options import advantage_options_class
 from roll_async.config.options.correction_options import carries_behaviour_policy
 from roll_async.config.options.policy_loss_options import loss_options_class
-from roll_async.config.schema import ROLES, AgenticConfig, PipelineConfig, RLVRConfig
+from roll_async.config.schema import ROLES, AgenticConfig, PipelineConfig, RLVRConfig, RunConfig, SupervisedConfig
 from roll_async.config.schema_algorithm import AlgorithmConfig
 from roll_async.config.schema_rollout import REWARDS, EnvManagerConfig
 from roll_async.config.schema_worker import STRATEGIES, DataArguments, WorkerConfig
@@ -26,29 +26,31 @@ _EAGER_STEPS = 10
 """Of a run that ends before CUDA graphs have paid for the half minute of their making."""
 
 
-def build(cls: type[PipelineConfig], values: dict[str, Plain], stem: str) -> PipelineConfig:
+def build(cls: type[RunConfig], values: dict[str, Plain], stem: str) -> RunConfig:
     """The config of checked values; `stem`: name of the file without suffix. Cross-field rules come after this."""
     tree: dict[str, object] = dict(values)
     algorithm = dict(cast(dict, tree.get("algorithm", {})))
-    loss, estimator = algorithm.get("pg_variant", "ppo"), algorithm.get("adv_estimator", "grpo")
-    algorithm["pg_options"] = _make(loss_options_class(loss), algorithm.get("pg_options"))
-    algorithm["adv_options"] = _make(advantage_options_class(estimator), algorithm.get("adv_options"))
-    tree["algorithm"] = algorithm
+    if issubclass(cls, PipelineConfig):
+        loss, estimator = algorithm.get("pg_variant", "ppo"), algorithm.get("adv_estimator", "grpo")
+        algorithm["pg_options"] = _make(loss_options_class(loss), algorithm.get("pg_options"))
+        algorithm["adv_options"] = _make(advantage_options_class(estimator), algorithm.get("adv_options"))
+        tree["algorithm"] = algorithm
     for role in ROLES:
         if worker := cast("dict | None", tree.get(role)):
             args = worker["strategy_args"]
             settings = _make(STRATEGIES[args["strategy_name"]], args.get("strategy_config"))
             tree[role] = {**worker, "strategy_args": {**args, "strategy_config": settings}}
-    tree.setdefault("pipeline", "rlvr" if cls is RLVRConfig else "agentic")
     config = _make(cls, tree)
     _fill(config, stem, weight_level_written="weight_level" in algorithm.get("correction", {}))
     return config
 
 
-def to_plain(config: PipelineConfig) -> dict[str, Plain]:
+def to_plain(config: RunConfig) -> dict[str, Plain]:
     """Every value as plain maps, lists and scalars."""
     tree = _serialisable(type(config)).to_dict(config)  # type: ignore[attr-defined]
-    for name in ("pg_options", "adv_options"):  # options of a user's own code are written beside ours
+    for name in (
+        ("pg_options", "adv_options") if "algorithm" in tree else ()
+    ):  # options of a user's own code are written beside ours
         options = tree["algorithm"][name]
         options |= options.pop("given", {})
     return tree
@@ -72,19 +74,31 @@ def _default(owner: object, name: str, value: object) -> None:
         object.__setattr__(owner, name, value)
 
 
-def _fill(config: PipelineConfig, stem: str, *, weight_level_written: bool) -> None:
+def _fill(config: RunConfig, stem: str, *, weight_level_written: bool) -> None:
     _default(config, "exp_name", stem)  # first: the paths below hold it
-    _default(config, "reward_pretrain", config.pretrain)
     root = f"{config.output_dir.rstrip('/') or '/'}/{config.exp_name}"
-    _default(config.ledger, "path", f"{root}/ledger.sqlite")
     _default(config.checkpoint, "output_dir", f"{root}/checkpoints")
+    if isinstance(config, PipelineConfig):
+        _default(config, "reward_pretrain", config.pretrain)
+        _default(config.ledger, "path", f"{root}/ledger.sqlite")
     if isinstance(config, RLVRConfig):
         _fill_rlvr(config)
     on_devices = any(worker.device_mapping is not None for _, worker in config.roles())
     dtype = processor.default_dtype(on_devices=on_devices)
     for role, worker in config.roles():
         _default(worker.model_args, "dtype", dtype)
-        _fill_worker(worker, config.reward_pretrain if role == "critic" else config.pretrain)
+        is_critic = isinstance(config, PipelineConfig) and role == "critic"
+        _fill_worker(worker, config.reward_pretrain if is_critic else config.pretrain)
+    if isinstance(config, PipelineConfig):
+        _fill_pipeline(config, weight_level_written=weight_level_written)
+    else:
+        assert isinstance(config, SupervisedConfig)
+        _default(config, "train_batch_size", config.mini_batch_size)
+        if config.validation is not None:
+            _fill_held_out(config.validation.data_args, config.actor_train.data_args)
+
+
+def _fill_pipeline(config: PipelineConfig, *, weight_level_written: bool) -> None:
     _fill_generation(config)
     if isinstance(config, AgenticConfig):
         _fill_agentic(config)  # worlds take max_new_tokens, which is filled by now
@@ -119,6 +133,11 @@ def _fill_data(data: DataArguments, template_kwargs: Mapping[str, object]) -> No
         _default(data, "messages", "messages")
 
 
+def _fill_held_out(data: DataArguments, train: DataArguments | None) -> None:
+    same = train is not None and data.template == train.template  # another one reads other variables
+    _fill_data(data, train.template_kwargs if train is not None and same else {})
+
+
 def _fill_generation(config: PipelineConfig) -> None:
     sequence_length = config.sequence_length if isinstance(config, RLVRConfig | AgenticConfig) else None
     tokens = config.response_length if isinstance(config, RLVRConfig) else _AGENTIC_TURN_TOKENS
@@ -130,10 +149,8 @@ def _fill_generation(config: PipelineConfig) -> None:
     if (key := config.actor_infer.engine.traits.eager_key) is not None:
         _default(config.actor_infer.engine, key, config.max_steps <= _EAGER_STEPS)
     if isinstance(config, RLVRConfig) and config.validation is not None:
-        train = config.actor_train.data_args
         for _, data in config.validation.data.values():
-            same = train is not None and data.template == train.template  # another one reads other variables
-            _fill_data(data, train.template_kwargs if train is not None and same else {})
+            _fill_held_out(data, config.actor_train.data_args)
         for _, sampling in config.validation.sampling.values():
             _default(sampling, "max_new_tokens", tokens)
             _default(sampling, "num_return_sequences", 1)

@@ -9,7 +9,7 @@ from roll_async.config.fields import RANGES
 from roll_async.config.loading.devices import parse_devices
 from roll_async.config.loading.names import FOREIGN_SECTIONS, REFUSED, refusal
 from roll_async.config.loading.spec import CHOSEN_CLASSES, CHOSEN_DEFAULTS, OWN_CLASSES, FieldSpec, spec_of
-from roll_async.config.schema import ROLES, AgenticConfig, PipelineConfig, RLVRConfig
+from roll_async.config.schema import ROLES, AgenticConfig, DpoConfig, RLVRConfig, RunConfig, SftConfig
 from roll_async.config.schema_async import TRACKER_NAMES
 from roll_async.config.schema_rollout import REWARDS, WORLDS, reads_answers
 from roll_async.config.schema_worker import STRATEGY_ROLES, DataArguments
@@ -19,7 +19,28 @@ from roll_async.config.yaml.paths import METRIC_KEY, NAME, PathIndex
 from roll_async.config.yaml.scalars import check_scalar, has_type, remedy
 from roll_async.config.yaml.suggest import closest, foreign_character
 
-KIND_CLASSES: dict[str, type[PipelineConfig]] = {"rlvr": RLVRConfig, "agentic": AgenticConfig}
+KIND_CLASSES: dict[str, type[RunConfig]] = {
+    "rlvr": RLVRConfig,
+    "agentic": AgenticConfig,
+    "sft": SftConfig,
+    "dpo": DpoConfig,
+}
+WITHOUT_EFFECT_ON_GIVEN_ROWS = frozenset(
+    {
+        *(f"actor_train.data_args.{key}" for key in ("id", "tag", "ground_truth", "domain_interleave_probs")),
+        *(f"validation.data_args.{key}" for key in ("id", "tag", "ground_truth", "domain_interleave_probs")),
+        "actor_train.data_args.preprocessing_num_workers",
+        "validation.data_args.preprocessing_num_workers",
+        "actor_train.router_replay",
+        "tracking.rollout_dump_dir",
+        "fault.env_timeout",
+        "fault.request_retries",
+        "fault.sample_retries",
+        "fault.max_engine_restarts",
+        "fault.max_failed_groups",
+    }
+)
+"""Keys of sections that all kinds have, which only runs with engines read."""
 _MAX_SUGGESTIONS = 50  # a search compares the name with all keys
 _DATA, _OF_AGENTS = "actor_train.data_args", "template_kwargs"
 """A section, and the one key of it that agentic configs have: their prompts come from worlds, not from files."""
@@ -44,7 +65,7 @@ class Checker:
     def check(self, root: Node) -> dict[str, Plain]:
         """Plain values of the whole file."""
         values = self._section(root, KIND_CLASSES[self._kind], "", "")
-        if self._kind == "rlvr":
+        if self._kind != "agentic":
             self._data_args(root)
         return values
 
@@ -253,6 +274,9 @@ class Checker:
 
     def _misplaced(self, spec: FieldSpec, path: str, child: Node, section: Node, role: str) -> bool:
         """Whether the key has no effect on this role (C020), or on this kind (C019)."""
+        if self._kind in ("sft", "dpo") and path in WITHOUT_EFFECT_ON_GIVEN_ROWS:
+            self._error("C020", path, child, f"has no effect on {self._kind} configs; remove it")
+            return True
         if self._kind == "agentic" and path.startswith(_DATA) and child.value is not None:
             holds_it = path == _DATA and isinstance(child.value, dict) and _OF_AGENTS in child.value
             if not holds_it and path != f"{_DATA}.{_OF_AGENTS}":
@@ -336,9 +360,9 @@ class Checker:
     # ---- unknown keys ---------------------------------------------------------------------------------------------
 
     def _unknown(self, path: str, name: str, node: Node, cls: type, section: str) -> None:
-        other = "agentic" if self._kind == "rlvr" else "rlvr"
-        if not section and name in spec_of(KIND_CLASSES[other]):
-            self._foreign_kind(path, node, other)
+        others = [kind for kind, cls in KIND_CLASSES.items() if not section and name in spec_of(cls)]
+        if others and (not refusal(path) or self._kind not in ("rlvr", "agentic")):
+            self._foreign_kind(path, node, " and ".join(others))
         elif not section and name in FOREIGN_SECTIONS:
             for here, leaf in leaves(node, path):
                 near = self._paths.close(here.rpartition(".")[2])

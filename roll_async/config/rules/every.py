@@ -6,23 +6,25 @@ section.
 
 from collections.abc import Iterable
 
-from roll_async.config.rules import learning, running_ahead, shape
+from roll_async.config.rules import learning, running_ahead, shape, supervised
 from roll_async.config.rules.contradictions import Finding
-from roll_async.config.schema import PipelineConfig
+from roll_async.config.schema import PipelineConfig, RunConfig, SupervisedConfig
 from roll_async.config.yaml.diagnostics import Diagnostic
 from roll_async.config.yaml.node import Node, diagnostic, nearest
 
+_OF_ALL = (*shape.OF_ALL_KINDS, *learning.OF_ALL_KINDS)
 _RULES = (*shape.RULES, *running_ahead.RULES, *learning.RULES)
 
 
-def check_rules(config: PipelineConfig, root: Node, found: Iterable[Finding] = ()) -> list[Diagnostic]:
+def check_rules(config: RunConfig, root: Node, found: Iterable[Finding] = ()) -> list[Diagnostic]:
     """All findings of all rules and those `found` before, in the order of their ids. `root`: the tree with canonical
     names.
     """
-    findings = [
-        *found,
-        *(finding for rule in _RULES for finding in rule(config)),
-    ]
+    findings = [*found, *(finding for rule in _OF_ALL for finding in rule(config))]
+    if isinstance(config, PipelineConfig):
+        findings += [finding for rule in _RULES for finding in rule(config)]
+    elif isinstance(config, SupervisedConfig):
+        findings += [finding for rule in supervised.RULES for finding in rule(config)]
     return sorted((placed(*finding, root) for finding in findings), key=lambda d: d.id)
 
 

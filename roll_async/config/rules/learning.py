@@ -5,7 +5,7 @@ from dataclasses import asdict
 from roll_async.config.options.advantage_options import AGENTIC_ONLY
 from roll_async.config.options.correction_options import carries_behaviour_policy
 from roll_async.config.rules.shape import Findings, has_lengths, number
-from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig, roles_in_turns
+from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig, RunConfig, roles_in_turns
 from roll_async.config.schema_rollout import MAIN_SET
 from roll_async.config.schema_worker import MegatronTrainConfig
 
@@ -89,8 +89,8 @@ def double_correction(config: PipelineConfig) -> Findings:
         yield "C146", "algorithm.correction.weight_level", message
 
 
-def roles(config: PipelineConfig) -> Findings:
-    """C147, C148, C149."""
+def roles(config: RunConfig) -> Findings:
+    """C147, C148."""
     for role, worker in config.roles():
         if worker.micro_batching == "packed" and worker.router_replay:
             yield "C147", f"{role}.micro_batching", "packed cannot be combined with router_replay"
@@ -99,6 +99,10 @@ def roles(config: PipelineConfig) -> Findings:
             if worker.model_args.disable_gradient_checkpointing:
                 key = f"{role}.model_args.disable_gradient_checkpointing"
                 yield "C148", key, f"true contradicts recompute_granularity={settings.recompute_granularity}"
+
+
+def greedy(config: PipelineConfig) -> Findings:
+    """C149."""
     if config.actor_infer.generating_args.temperature == 0:
         message = "0 is greedy: every sample of a group would be equal; use > 0"
         yield "C149", "actor_infer.generating_args.temperature", message
@@ -122,6 +126,7 @@ def proximal_before_the_step(config: PipelineConfig) -> Findings:
         yield "C152", "algorithm.proximal_logprobs", message
 
 
+OF_ALL_KINDS = (roles,)
 RULES = (
     overlong,
     needed_roles,
@@ -129,7 +134,7 @@ RULES = (
     validation_sets,
     agentic_only,
     double_correction,
-    roles,
+    greedy,
     weights_of_one,
     proximal_before_the_step,
 )

@@ -6,7 +6,7 @@ from datetime import datetime
 
 from roll_async.config.options.advantage_options import GROUP_RELATIVE
 from roll_async.config.prompt_templates import problem_of
-from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig
+from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig, RunConfig
 from roll_async.config.schema_rollout import EnvManagerConfig
 from roll_async.config.schema_worker import (
     DataArguments,
@@ -27,16 +27,10 @@ def number(value: float) -> str:
     return str(int(value)) if value == int(value) else repr(value)
 
 
-def has_lengths(config: PipelineConfig) -> bool:
+def has_lengths(config: RunConfig) -> bool:
     """Whether prompt and response lengths are known; without them C102 is reported and nothing else about lengths."""
     # Lengths are None where neither of them was given.
     return not isinstance(config, RLVRConfig) or (config.response_length or 0) >= 1 <= (config.sequence_length or 0)
-
-
-def sequence_length_of(config: PipelineConfig) -> int:
-    """Tokens of prompt and response, or of a whole trajectory."""
-    assert isinstance(config, RLVRConfig | AgenticConfig)
-    return config.sequence_length
 
 
 def lengths(config: PipelineConfig) -> Findings:
@@ -56,7 +50,7 @@ def lengths(config: PipelineConfig) -> Findings:
             if generating.max_new_tokens > r:
                 yield "C103", f"{key}.max_new_tokens", f"{generating.max_new_tokens} exceeds response_length {r}"
     else:
-        n, s = config.actor_infer.generating_args.max_new_tokens, sequence_length_of(config)
+        n, s = config.actor_infer.generating_args.max_new_tokens, config.longest_sequence
         if n >= s:  # the first observation takes tokens, too
             yield "C103", f"{_GENERATING}.max_new_tokens", f"{n} leaves no room in sequence_length {s}"
 
@@ -66,16 +60,16 @@ def engine_length(config: PipelineConfig) -> Findings:
     if not has_lengths(config):
         return
     n = config.actor_infer.engine.context_tokens
-    if n is not None and n < sequence_length_of(config):
+    if n is not None and n < config.longest_sequence:
         key = f"actor_infer.strategy_args.strategy_config.{config.actor_infer.engine.traits.context_key}"
-        yield "C104", key, f"{n} is below sequence_length {sequence_length_of(config)}"
+        yield "C104", key, f"{n} is below sequence_length {config.longest_sequence}"
 
 
-def micro_batches(config: PipelineConfig) -> Findings:
+def micro_batches(config: RunConfig) -> Findings:
     """C106, C107."""
     if not has_lengths(config):
         return
-    s = sequence_length_of(config)
+    s = config.longest_sequence
     for role, worker in config.roles():
         n = worker.max_tokens_per_microbatch
         if worker.micro_batching != "fixed" and (n is None or n < s):
@@ -96,13 +90,17 @@ def micro_batches(config: PipelineConfig) -> Findings:
                     yield "C107", "sequence_length", message
 
 
-def devices(config: PipelineConfig) -> Findings:
-    """C110, C111, C112."""
+def world_sizes(config: RunConfig) -> Findings:
+    """C110."""
     for role, worker in config.roles():
         ids = worker.device_mapping
         if ids is not None and worker.world_size != len(ids):
             message = f"{worker.world_size} contradicts {len(ids)} devices in device_mapping; drop world_size"
             yield "C110", f"{role}.world_size", message
+
+
+def devices(config: PipelineConfig) -> Findings:
+    """C111, C112."""
     infer = set(config.actor_infer.device_mapping or ())
     key = "actor_infer.device_mapping"
     in_turns = config.colocation == "turns"
@@ -128,7 +126,7 @@ def ids_text(ids: list[int]) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def parallel_sizes(config: PipelineConfig) -> Findings:
+def parallel_sizes(config: RunConfig) -> Findings:
     """C113 to C117."""
     for role, worker in config.roles():
         parallel = worker.strategy_args.strategy_config
@@ -336,7 +334,7 @@ def _shares(section: str, data: DataArguments | None, config: RLVRConfig) -> Fin
         yield "C128", key, f"sum is {number(float(total))}, not 1"
 
 
-def template_time(config: PipelineConfig) -> Findings:
+def template_time(config: RunConfig) -> Findings:
     """C005: what `datetime.fromisoformat` reads."""
     if config.template_time is not None:
         try:
@@ -349,7 +347,5 @@ def template_time(config: PipelineConfig) -> Findings:
             )
 
 
-RULES = (
-    template_time, lengths, engine_length, micro_batches, devices, parallel_sizes, batch, group_size, env_managers,
-    world_keys, templates, domains,
-)  # fmt: skip
+OF_ALL_KINDS = (template_time, micro_batches, world_sizes, parallel_sizes)
+RULES = (lengths, engine_length, devices, batch, group_size, env_managers, world_keys, templates, domains)

@@ -4,7 +4,14 @@ from roll_async.config import processor
 from roll_async.config.options.policy_loss_options import DecoupledPpoOptions, Kimi15Options, KlCovOptions
 from roll_async.config.rules.every import placed
 from roll_async.config.rules.shape import Findings
-from roll_async.config.schema import PipelineConfig, RLVRConfig, WorkerConfig, roles_on_engine_devices
+from roll_async.config.schema import (
+    PipelineConfig,
+    RLVRConfig,
+    RunConfig,
+    SupervisedConfig,
+    WorkerConfig,
+    roles_on_engine_devices,
+)
 from roll_async.config.schema_async import InterruptConfig
 from roll_async.config.schema_worker import MegatronInferConfig, MegatronTrainConfig
 from roll_async.config.yaml.diagnostics import Diagnostic
@@ -16,11 +23,23 @@ _AT_THE_START = ("auto", "recompute", "reuse")
 """Sources of proximal log-probs that are those of the weights before the step."""
 
 
-def find_warnings(config: PipelineConfig, root: Node) -> list[Diagnostic]:
+def find_warnings(config: RunConfig, root: Node) -> list[Diagnostic]:
     """All warnings of a valid config, in the order of their ids."""
-    found = (finding for rule in _RULES for finding in rule(config))
-    found_in_text = (*written_without_effect(config, root), *many_small_steps(config, root))
+    if isinstance(config, SupervisedConfig):
+        found = [*sequence_parallel(config), *emulated(config), *of_given_rows(config, root), *attention(config)]
+        return [placed(*finding, root) for finding in found]
+    assert isinstance(config, PipelineConfig)
+    found = [finding for rule in _RULES for finding in rule(config)]
+    found_in_text = (*written_without_effect(config, root), *attention(config), *many_small_steps(config, root))
     return [placed(*finding, root) for finding in (*found, *found_in_text)]
+
+
+def of_given_rows(config: SupervisedConfig, root: Node) -> Findings:
+    """W06, W12."""
+    if config.validation is not None and not config.eval_steps:
+        yield "W06", "validation", "validation is configured but nothing uses it"
+    if config.num_train_epochs is not None and find(root, ["max_steps"]) is not None:
+        yield "W12", "max_steps", f"no effect: num_train_epochs={config.num_train_epochs} ends the run"
 
 
 def ratio_is_one(config: PipelineConfig) -> Findings:
@@ -84,7 +103,7 @@ def truncation(config: PipelineConfig) -> Findings:
         )
 
 
-def sequence_parallel(config: PipelineConfig) -> Findings:
+def sequence_parallel(config: RunConfig) -> Findings:
     """W05."""
     for role, worker in config.roles():
         s = worker.strategy_args.strategy_config
@@ -174,6 +193,10 @@ def written_without_effect(config: PipelineConfig, root: Node) -> Findings:
     for key, ignored, why in cases:
         if ignored and find(root, key.split(".")) is not None:
             yield "W12", key, f"no effect: {why}"
+
+
+def attention(config: RunConfig) -> Findings:
+    """W12: kernels that cannot be chosen, and activations of roles that keep none."""
     for role, worker in config.roles():
         attention, strategy = worker.model_args.attn_implementation, worker.strategy_args.strategy_name
         chooses = not worker.is_megatron and worker.engine.traits.takes_attention
@@ -212,7 +235,7 @@ def on_cpu(config: PipelineConfig) -> Findings:
             yield "W09", f"{role}.device_mapping", message
 
 
-def emulated(config: PipelineConfig) -> Findings:
+def emulated(config: RunConfig) -> Findings:
     """W13."""
     workers = list(config.roles())
     if processor.multiplies_bf16() or any(worker.device_mapping is not None for _, worker in workers):

@@ -2,10 +2,13 @@
 
 import re
 from dataclasses import is_dataclass
+from functools import reduce
+from typing import cast
 
 from roll_async.config.loading.build import to_plain
+from roll_async.config.loading.check import WITHOUT_EFFECT_ON_GIVEN_ROWS
 from roll_async.config.loading.spec import spec_of
-from roll_async.config.schema import ROLES, PipelineConfig
+from roll_async.config.schema import ROLES, PipelineConfig, RunConfig
 from roll_async.config.schema_worker import WorkerConfig
 from roll_async.config.yaml.node import Plain, Scalar
 from roll_async.config.yaml.yaml_text import resolve
@@ -19,15 +22,20 @@ _DERIVED = (
     "optimizer_steps_per_batch", "num_servers", "sync_window_groups", "staleness_bound", "is_async", "colocated",
     "num_nodes",
 )  # fmt: skip
+_DERIVED_WITHOUT_ENGINES = ("data_parallel_size", "num_nodes")
 
 
-def dump(config: PipelineConfig) -> str:
+def dump(config: RunConfig) -> str:
     """YAML of a loaded config; loading it gives an equal config."""
     tree = to_plain(config)
     for role, worker in config.roles():
         section = tree[role]
         assert isinstance(section, dict)
         tree[role] = _effective(section, worker, role)
+    for path in () if isinstance(config, PipelineConfig) else WITHOUT_EFFECT_ON_GIVEN_ROWS:
+        *above, name = path.split(".")
+        found = reduce(lambda section, key: section.get(key) or {}, above, cast(dict, tree))
+        found.pop(name, None)
     return "".join(_map(tree, 0))
 
 
@@ -36,10 +44,10 @@ def to_yaml(tree: dict[str, Plain]) -> str:
     return "".join(_map(tree, 0))
 
 
-def derived_comments(config: PipelineConfig) -> str:
+def derived_comments(config: RunConfig) -> str:
     """The derived properties of the config, as comment lines."""
     lines = ["# derived"]
-    for name in _DERIVED:
+    for name in _DERIVED if isinstance(config, PipelineConfig) else _DERIVED_WITHOUT_ENGINES:
         value = getattr(config, name)
         lines.append(f"# {name}: {scalar(value)}")
     return "\n".join(lines) + "\n"

@@ -18,6 +18,7 @@ from roll_async.config.schema import (
     MegatronInferConfig,
     MegatronTrainConfig,
     PipelineConfig,
+    RunConfig,
     WorkerConfig,
 )
 from roll_async.trainer.megatron.memory_estimate import RankMemory, rank_memory
@@ -132,7 +133,7 @@ class DeviceUse:
         )
 
 
-def device_uses(config: PipelineConfig, device_bytes: int) -> list[DeviceUse]:
+def device_uses(config: RunConfig, device_bytes: int) -> list[DeviceUse]:
     """One entry per set of devices with the same roles; none for a config without devices. Raises ValueError for a
     model whose sizes are not known.
     """
@@ -141,20 +142,21 @@ def device_uses(config: PipelineConfig, device_bytes: int) -> list[DeviceUse]:
         for name, role in config.roles()
         if role.device_mapping and _is_megatron(role)
     }
-    infer = config.actor_infer
-    engine_devices = set(infer.device_mapping or ())
+    infer = config.actor_infer if isinstance(config, PipelineConfig) else None
+    engine_devices = set(infer.device_mapping or ()) if infer is not None else set()
     groups: dict[tuple[str, ...], list[int]] = {}
     for device in sorted(engine_devices.union(*(devices for devices, _ in trainers.values()))):
         roles = [name for name, (devices, _) in trainers.items() if device in devices]
         groups.setdefault((*roles, *(["engine"] if device in engine_devices else [])), []).append(device)
-    engine = _engine(infer, device_bytes) if engine_devices else None
+    engine = _engine(infer, device_bytes) if infer is not None and engine_devices else None
+    bucket_bytes = 2 * config.weight_sync.bucket_size_mb * (1 << 20) if isinstance(config, PipelineConfig) else 0
     return [
         DeviceUse(
             devices=tuple(devices),
             trainers=tuple((name, trainers[name][1]) for name in roles if name != "engine"),
             engine=engine if "engine" in roles else None,
             # Two: the one that is pulled and the one being filled (`transport/links.py`).
-            buckets=2 * config.weight_sync.bucket_size_mb * (1 << 20) if {"actor_train", "engine"} & set(roles) else 0,
+            buckets=bucket_bytes if {"actor_train", "engine"} & set(roles) else 0,
             device_bytes=device_bytes,
             resident=config.colocation == "resident",
         )
@@ -162,7 +164,7 @@ def device_uses(config: PipelineConfig, device_bytes: int) -> list[DeviceUse]:
     ]
 
 
-def require_fit(config: PipelineConfig, device_bytes: int) -> None:
+def require_fit(config: RunConfig, device_bytes: int) -> None:
     """Raises ValueError naming devices, phase and remedy if the memory does not fit. A model whose sizes are not known
     here is not checked.
     """
@@ -200,7 +202,7 @@ def _model(role: WorkerConfig) -> HfConfig:
     return found
 
 
-def _trainer(config: PipelineConfig, role: WorkerConfig) -> RankMemory:
+def _trainer(config: RunConfig, role: WorkerConfig) -> RankMemory:
     assert role.device_mapping
     return rank_memory(_model(role), MegatronSettings.of(config, role), len(role.device_mapping))
 

@@ -24,7 +24,7 @@ from roll_async.config.schema import (
     MegatronTrainConfig,
     ModelArguments,
     PipelineConfig,
-    RLVRConfig,
+    RunConfig,
     WorkerConfig,
     roles_on_engine_devices,
 )
@@ -76,7 +76,7 @@ def in_checkout(loaded: Loaded) -> Loaded:
         there = moved.get(value, value)
         return there if os.path.exists(there) else value
 
-    config = cast("RLVRConfig | AgenticConfig", changed_leaves(loaded.config, (), change))
+    config = cast(RunConfig, changed_leaves(loaded.config, (), change))
     return loaded if config is loaded.config else replace(loaded, config=config)
 
 
@@ -91,7 +91,7 @@ def require_packages(loaded: Loaded) -> tuple[Diagnostic, ...]:
     return tuple(placed("W14", *one, loaded.root) for one in found)
 
 
-def require_models(loaded: Loaded, config: PipelineConfig) -> None:
+def require_models(loaded: Loaded, config: RunConfig) -> None:
     """Raises ConfigError (C203) for models that were names on a hub when the config was admitted, and for variables
     that their chat template does not read. `config`: with a folder for each of them.
     """
@@ -122,11 +122,10 @@ def require_inputs(loaded: Loaded) -> None:
             check_agents(loaded.config)
         except ValueError as error:
             found.append(_keyed(str(error)))
-    algorithm = loaded.config.algorithm
-    if any(algorithm.own_code()) and not lacking:
+    if isinstance(loaded.config, PipelineConfig) and any(loaded.config.algorithm.own_code()) and not lacking:
         from roll_async.algorithms.own_code import unusable_code  # torch, which other configs do not wait for
 
-        found += unusable_code(algorithm)
+        found += unusable_code(loaded.config.algorithm)
     if found:
         errors = (placed("C204", key, text, loaded.root) for key, text in found)
         raise ConfigError((*loaded.warnings, *errors))
@@ -137,8 +136,9 @@ def refusals(loaded: Loaded) -> Iterator[tuple[str, str, str]]:
     config = loaded.config
     for problem in unsupported(config):
         yield ("C201", *_keyed(problem))
-    yield from (("C201", key, message) for key, message in named_code(loaded))
-    yield from (("C202", *_keyed(problem)) for problem in _devices(config))
+    if isinstance(config, PipelineConfig):
+        yield from (("C201", key, message) for key, message in named_code(loaded))
+        yield from (("C202", *_keyed(problem)) for problem in _devices(config))
     for key, message in mismatches(config):
         yield "C203", _written(loaded.root, key), message
 
@@ -149,9 +149,9 @@ def _written(root: Node, key: str) -> str:
     return next((part for part in parts if find(root, part.split("."))), key)
 
 
-def unsupported(config: PipelineConfig) -> list[str]:
+def unsupported(config: RunConfig) -> list[str]:
     """Key, value and remedy of every setting that this version does not support."""
-    return [*_roles(config), *_engine(config)]
+    return [*_roles(config), *(_engine(config) if isinstance(config, PipelineConfig) else ())]
 
 
 def _keyed(problem: str) -> tuple[str, str]:
@@ -195,7 +195,7 @@ def _devices(config: PipelineConfig) -> Iterator[str]:
         return
 
 
-def _roles(config: PipelineConfig) -> list[str]:
+def _roles(config: RunConfig) -> list[str]:
     problems = []
     for name, role in config.roles():
         problems += _without_effect(name, role)

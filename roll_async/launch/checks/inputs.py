@@ -14,12 +14,19 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TypeVar
 
-from roll_async.config.schema import DataArguments, PipelineConfig, RLVRConfig, WorkerConfig
+from roll_async.config.schema import (
+    DataArguments,
+    PipelineConfig,
+    RLVRConfig,
+    RunConfig,
+    SupervisedConfig,
+    WorkerConfig,
+)
 from roll_async.config.yaml.compose import CHECKOUT
 from roll_async.prompts.rows import missing_file
 from roll_async.prompts.tokenizer import load_tokenizer, unread
 
-C = TypeVar("C", bound=PipelineConfig)
+C = TypeVar("C", bound=RunConfig)
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)?")
 _DATASET = re.compile(r"hf://datasets/([^/]+/[^/]+)/(.+)")
@@ -41,11 +48,12 @@ def is_hub_name(model: str) -> bool:
     return "/" not in model or not Path(model.split("/")[0]).is_dir()
 
 
-def missing_inputs(config: PipelineConfig) -> list[tuple[str, str]]:
+def missing_inputs(config: RunConfig) -> list[tuple[str, str]]:
     """(key, message) of every folder and file that should be on this disk and is not. Names on hubs are not checked."""
     found = [(key, problem) for key, model in models_of(config).items() if (problem := missing_model(model))]
     for key, file in files_of(config):
-        if not file.startswith("hf://") and not Path(file).is_file():
+        folder = isinstance(config, SupervisedConfig) and file.endswith("/") and Path(file).is_dir()
+        if not file.startswith("hf://") and not folder and not Path(file).is_file():
             found.append((key, missing_file(file)))
     return [(key, said + _where(said)) for key, said in found]
 
@@ -74,39 +82,39 @@ def resolve_names(config: C) -> C:
     roles = {name: _with_folder(worker, folders) for name, worker in config.roles()}
     changes: dict[str, object] = {
         "pretrain": folders[config.pretrain],
-        "reward_pretrain": folders.get(config.reward_pretrain, config.reward_pretrain),
         **roles,
     }
-    if isinstance(config, RLVRConfig) and config.validation is not None:
+    if isinstance(config, PipelineConfig):
+        changes["reward_pretrain"] = folders.get(config.reward_pretrain, config.reward_pretrain)
+    if isinstance(config, RLVRConfig | SupervisedConfig) and config.validation is not None:
         changes["validation"] = config.validation.with_files(partial(_file, "validation"))
     return replace(config, **changes)
 
 
-def models_of(config: PipelineConfig) -> dict[str, str]:
+def models_of(config: RunConfig) -> dict[str, str]:
     """Every model of the run, each once, with one of the config keys that name it."""
     found = {"pretrain": config.pretrain}
     for role, worker in config.roles():
         model = worker.model_args.model_name_or_path
         if model not in found.values():
-            found["reward_pretrain" if model == config.reward_pretrain else f"{role}.model_args.model_name_or_path"] = (
-                model
-            )
+            of_rewards = isinstance(config, PipelineConfig) and model == config.reward_pretrain
+            found["reward_pretrain" if of_rewards else f"{role}.model_args.model_name_or_path"] = model
     return found
 
 
-def files_of(config: PipelineConfig) -> Iterator[tuple[str, str]]:
+def files_of(config: RunConfig) -> Iterator[tuple[str, str]]:
     return ((f"{key}.file_name", file) for key, data in _data(config) for file in data.file_name)
 
 
-def _data(config: PipelineConfig) -> list[tuple[str, DataArguments]]:
+def _data(config: RunConfig) -> list[tuple[str, DataArguments]]:
     """(config key, section) of what says how prompts are made."""
     found = [] if config.actor_train.data_args is None else [("actor_train.data_args", config.actor_train.data_args)]
-    if isinstance(config, RLVRConfig) and config.validation is not None:
+    if isinstance(config, RLVRConfig | SupervisedConfig) and config.validation is not None:
         found += dict(config.validation.data.values()).items()
     return found
 
 
-def unread_variables(config: PipelineConfig) -> Iterator[tuple[str, str]]:
+def unread_variables(config: RunConfig) -> Iterator[tuple[str, str]]:
     """(key, message) of every variable that is given to a chat template and that it does not read. Raises ValueError
     for a model without a tokenizer.
     """

@@ -18,6 +18,7 @@ from roll_async.config.schema import (
     MegatronTrainConfig,
     PipelineConfig,
     RLVRConfig,
+    RunConfig,
     WorkerConfig,
 )
 from roll_async.inference.backends import refuse_attention_on_cpu
@@ -27,11 +28,12 @@ Refusal = tuple[str, str]
 """(key, message)."""
 
 
-def mismatches(config: PipelineConfig) -> Iterator[Refusal]:
+def mismatches(config: RunConfig) -> Iterator[Refusal]:
     """Models that this version cannot train or the engine cannot run, rows and tokenizers that do not fit into them,
     and parallel sizes that do not divide them. A model on a hub is checked as far as a table of well-known ones tells.
     """
-    yield from _blocks(config)
+    if isinstance(config, PipelineConfig):
+        yield from _blocks(config)
     for key, model in models_of(config).items():
         try:
             if _is_adapter(Path(model)):
@@ -82,7 +84,7 @@ def _require_family(model: HfConfig) -> None:
     Rotary.of(model, family.rotary_fraction)
 
 
-def _limits(config: PipelineConfig, key: str, model: str, found: HfConfig) -> Iterator[Refusal]:
+def _limits(config: RunConfig, key: str, model: str, found: HfConfig) -> Iterator[Refusal]:
     """What the rows of a run ask of a model: its positions, its vocabulary, and its engine's attention."""
     vocabulary = found.integer("vocab_size")
     rows = min(vocabulary, embedding_rows(Path(model), vocabulary))
@@ -97,6 +99,8 @@ def _limits(config: PipelineConfig, key: str, model: str, found: HfConfig) -> It
         parts = "shorten prompt_length or response_length" if isinstance(config, RLVRConfig) else f"use {positions}"
         more = "or, if it was trained for more, raise max_position_embeddings there"
         yield "sequence_length", f"{longest} tokens, but {remedy}; {parts}, {more}"
+    if not isinstance(config, PipelineConfig):
+        return
     engine = config.actor_infer
     if engine.model_args.model_name_or_path != model:
         return

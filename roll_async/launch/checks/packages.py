@@ -13,7 +13,7 @@ from roll_async.config.schema import (
     AgenticConfig,
     MegatronInferConfig,
     MegatronTrainConfig,
-    PipelineConfig,
+    RunConfig,
     WorkerConfig,
 )
 from roll_async.inference.backends import SGLANG_ON_CPU
@@ -37,7 +37,7 @@ _WORLDS = ("gymnasium", "minigrid", "textarena", "reasoning_gym")
 _NEEDED_BY_TOOL = {"mcp": "mcp"}
 
 
-def missing_packages(config: PipelineConfig, *, engines: bool = True) -> list[tuple[str, str]]:
+def missing_packages(config: RunConfig, *, engines: bool = True) -> list[tuple[str, str]]:
     """(key, message with the line that installs it) of every package that this environment lacks, or has another one
     for. `engines`: also of those that only the processes of roles import.
     """
@@ -64,13 +64,13 @@ def _is_there(package: str, folders: list[str]) -> bool:
     return bool(package in sys.modules or PathFinder.find_spec(package, folders) or find_spec(package))
 
 
-def _megatron_roles(config: PipelineConfig) -> Iterator[str]:
+def _megatron_roles(config: RunConfig) -> Iterator[str]:
     for role, worker in config.roles():
         if isinstance(worker.strategy_args.strategy_config, MegatronTrainConfig | MegatronInferConfig):
             yield role
 
 
-def runs_here(config: PipelineConfig) -> bool:
+def runs_here(config: RunConfig) -> bool:
     """Whether the roles will run on this machine: their devices are of one node, and no cluster is joined."""
     return config.num_nodes <= 1 and not os.environ.get("RAY_ADDRESS")
 
@@ -79,7 +79,7 @@ Need = tuple[str, str, str, list[str]]
 """(key, package, line that installs it where it is a special one, folders in which a role finds more packages)."""
 
 
-def _of_roles(config: PipelineConfig) -> Iterator[Need]:
+def _of_roles(config: RunConfig) -> Iterator[Need]:
     for role, worker in config.roles():
         at = f"{role}.strategy_args"
         folders = _python_path(config, worker)
@@ -98,12 +98,12 @@ def _of_roles(config: PipelineConfig) -> Iterator[Need]:
             yield f"{role}.model_args.attn_implementation", "flash_attn", "pip install flash-attn", folders
 
 
-def _python_path(config: PipelineConfig, worker: WorkerConfig) -> list[str]:
+def _python_path(config: RunConfig, worker: WorkerConfig) -> list[str]:
     path = {**config.system_envs, **worker.system_envs}.get("PYTHONPATH", "")
     return [folder for folder in path.split(os.pathsep) if folder]
 
 
-def _of_driver(config: PipelineConfig) -> Iterator[Need]:
+def _of_driver(config: RunConfig) -> Iterator[Need]:
     for name in config.tracking.track_with:
         if name != "stdout":
             yield "tracking.track_with", name, "", []

@@ -32,7 +32,7 @@ _NO_CODE = (ast.Constant, ast.JoinedStr, ast.List, ast.Tuple, ast.Dict, ast.Set)
 
 def named_code(loaded: Loaded) -> Iterator[tuple[str, str]]:
     """(key, message) of dotted paths that name nothing, and of settings that the named world or tool does not have."""
-    config, root = loaded.config, loaded.root
+    config, root = loaded.generating, loaded.root
     folders = folders_beside(Path(root.file))
     for key, path, section, given in config.algorithm.own_code():
         if why := unusable(path, folders, is_class=False):

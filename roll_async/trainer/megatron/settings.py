@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from roll_async.algorithms.objective import LossSettings
 from roll_async.config.schema import (
     MEGATRON_DROPOUTS,
+    GeneratingArguments,
     MegatronInferConfig,
     MegatronTrainConfig,
     PipelineConfig,
+    RunConfig,
     WorkerConfig,
 )
 
@@ -57,13 +59,15 @@ class OptimizerSettings:
     """Keep the optimizer's state in host memory between steps."""
 
     @classmethod
-    def of(cls, config: PipelineConfig, role: WorkerConfig, strategy: MegatronTrainConfig) -> OptimizerSettings:
+    def of(cls, config: RunConfig, role: WorkerConfig, strategy: MegatronTrainConfig) -> OptimizerSettings:
         """As the config has it."""
         args = role.training_args
-        parts = max(1, config.mini_batches_per_batch // config.async_training.require_batches)
-        epochs = 1 if role is config.critic else config.algorithm.ppo_epochs
-        mini_batch = max(1, role.mini_batch_size)  # none where the role only scores
-        per_update = max(1, config.samples_per_batch // parts // mini_batch) * epochs
+        parts = per_update = 1
+        if isinstance(config, PipelineConfig):
+            parts = max(1, config.mini_batches_per_batch // config.async_training.require_batches)
+            epochs = 1 if role is config.critic else config.algorithm.ppo_epochs
+            mini_batch = max(1, role.mini_batch_size)  # none where the role only scores
+            per_update = max(1, config.samples_per_batch // parts // mini_batch) * epochs
         return cls(
             learning_rate=args.learning_rate,
             weight_decay=args.weight_decay,
@@ -134,11 +138,12 @@ class MegatronSettings:
         return bool(self.lora_dropout) or any(self.extra.get(name) for name in MEGATRON_DROPOUTS)
 
     @classmethod
-    def of(cls, config: PipelineConfig, role: WorkerConfig) -> MegatronSettings:
+    def of(cls, config: RunConfig, role: WorkerConfig) -> MegatronSettings:
         """One Megatron role as the config has it; with an optimizer and a loss when it trains."""
         strategy = role.strategy_args.strategy_config
         assert isinstance(strategy, MegatronTrainConfig | MegatronInferConfig)
-        sampling = config.actor_infer.generating_args
+        samples = config if isinstance(config, PipelineConfig) else None
+        sampling = GeneratingArguments() if samples is None else samples.actor_infer.generating_args
         trains = isinstance(strategy, MegatronTrainConfig)
         recompute: dict[str, object] = {}
         if trains and strategy.recompute_granularity is not None:
@@ -161,23 +166,23 @@ class MegatronSettings:
                 sequence_parallel=strategy.sequence_parallel,
             ),
             optimizer=OptimizerSettings.of(config, role, strategy) if trains else None,
-            loss=LossSettings.of(config) if trains else None,
-            with_value_head=role is config.critic,
+            loss=LossSettings.of(samples) if trains and samples is not None else None,
+            with_value_head=samples is not None and role is samples.critic,
+            value_clip=None if samples is None else samples.algorithm.value_clip,
+            temperature=sampling.temperature,
+            top_k=max(0, sampling.top_k),  # -1 means off in the config
+            top_p=sampling.top_p,
             lora_rank=role.model_args.lora_rank if trains else 0,
             lora_alpha=float(role.model_args.lora_alpha or 0),
             lora_targets=tuple(role.model_args.lora_target),
             lora_dropout=role.model_args.lora_dropout,
             frozen=tuple(role.model_args.freeze_module_prefix) if trains else (),
-            value_clip=config.algorithm.value_clip,
             micro_batch_rows=role.training_args.per_device_train_batch_size,
             mini_batch_rows=role.mini_batch_size if trains else 1,
             scoring_rows=role.infer_batch_size,
             longest_row=config.longest_sequence,
             micro_batching=role.micro_batching,
             max_tokens_per_microbatch=role.max_tokens_per_microbatch,
-            temperature=sampling.temperature,
-            top_k=max(0, sampling.top_k),  # -1 means off in the config
-            top_p=sampling.top_p,
             moe_dispatcher=strategy.moe_token_dispatcher_type,
             router_replay=role.router_replay,
             moe_aux_loss_coeff=strategy.moe_aux_loss_coeff if trains else 0.0,

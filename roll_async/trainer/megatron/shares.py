@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from roll_async.algorithms.aggregation import Denominators
-from roll_async.algorithms.objective import LossSettings, count_parts
+from roll_async.algorithms.objective import LossSettings, PreferenceOptions, count_parts
 from roll_async.algorithms.policy_losses import ZERO_GRADIENT_WITHOUT_ADVANTAGE
 from roll_async.trainer.megatron.micro_batches import StepRows
 from roll_async.trainer.megatron.model.model_flops import ModelFlops
 from roll_async.trainer.megatron.model.partition import Parts, RowPlan, plan_rows
 from roll_async.trainer.megatron.model.shapes import padded_length
 from roll_async.trainer.megatron.settings import MegatronSettings
-from roll_async.trainer.protocol import PolicyRows, TokenRows, ValueRows, mini_batch_ranges
+from roll_async.trainer.protocol import GivenRows, PolicyRows, TokenRows, ValueRows, mini_batch_ranges
 
 _POLICY_FIELDS = (
     "advantages",
@@ -81,6 +81,8 @@ class DataParallelShard:
     """b rows."""
     numbers: Tensor  # [b] int64: which rows of the batch they are, ascending
     mini_batches: Sequence[MiniBatch]
+    preference: PreferenceOptions | None = None
+    """Its rows are pairs, and this is their loss."""
 
 
 class BatchSplitter:
@@ -114,10 +116,15 @@ class BatchSplitter:
         parts = [(part, part) for part in self._mini_batches(rows)]
         return self._shares(step, parts, self._settings.micro_batch_rows)
 
-    def supervised(self, rows: TokenRows) -> list[DataParallelShard]:
-        """Of one cross-entropy step on all rows."""
+    def given(self, rows: GivenRows) -> list[DataParallelShard]:
+        """Of one step on all rows. The two rows of a pair are in one micro-batch."""
         everything = range(len(rows.lengths))
-        return self._shares(self._step_rows(rows, {}), [(everything, everything)], self._settings.micro_batch_rows)
+        fields = {} if rows.ref_logprobs is None else {"ref_logprobs": rows.ref_logprobs}
+        step = self._step_rows(rows, fields)
+        shares = self._shares(
+            step, [(everything, everything)], self._settings.micro_batch_rows, paired=rows.preference is not None
+        )
+        return [replace(share, preference=rows.preference) for share in shares]
 
     @property
     def _loss(self) -> LossSettings:
@@ -158,25 +165,40 @@ class BatchSplitter:
         parts: Sequence[tuple[range, Sequence[int]]],
         rows_per_batch: int,
         normalizer_length: int = 1,
+        *,
+        paired: bool = False,
     ) -> list[DataParallelShard]:
         """`parts`: of each mini-batch its rows, and those of them that are computed."""
-        planned = [self._planned(step, part, computed, rows_per_batch, normalizer_length) for part, computed in parts]
+        planned = [
+            self._planned(step, part, computed, rows_per_batch, normalizer_length, paired) for part, computed in parts
+        ]
         return [_share(step, of_rank) for of_rank in zip(*planned, strict=True)]
 
     def _planned(
-        self, step: StepRows, part: range, computed: Sequence[int], rows_per_batch: int, normalizer_length: int
+        self,
+        step: StepRows,
+        part: range,
+        computed: Sequence[int],
+        rows_per_batch: int,
+        normalizer_length: int,
+        paired: bool,
     ) -> list[MiniBatch]:
         """By data-parallel rank, still with the row numbers of the batch."""
-        sequences = self._sequences(step, computed)
+        # A copy of a row may be in another pair: all of them are fed.
+        sequences = [[row] for row in computed] if paired else self._sequences(step, computed)
         lengths = [int(step.lengths[copies[0]]) for copies in sequences]
         plan = plan_rows(
-            lengths,
+            self._lengths_of_pairs(lengths) if paired else lengths,
             self._settings,
             rows_per_batch=rows_per_batch,
             num_ranks=self._num_ranks,
             flops=self._model.flops,
             common_shape=self._model.common_shape,
         )
+        if paired:
+            plan = RowPlan(
+                ranks=[[[2 * pair + i for pair in batch for i in (0, 1)] for batch in rank] for rank in plan.ranks]
+            )
         of_all = MiniBatch(
             micro_batches=[],
             feed_shape=self._common_shape(plan, lengths),
@@ -191,6 +213,13 @@ class BatchSplitter:
             replace(of_all, micro_batches=[[sequences[i] for i in batch] for batch in batches])
             for batches in plan.ranks
         ]
+
+    def _lengths_of_pairs(self, lengths: Sequence[int]) -> list[int]:
+        """What each pair takes in a micro-batch: packed its two rows, else twice the longer one."""
+        packed = self._settings.micro_batching == "packed"
+        padded = [padded_length(length, self._settings) for length in lengths]
+        both = zip(padded[::2], padded[1::2], strict=True)
+        return [chosen + rejected if packed else 2 * max(chosen, rejected) for chosen, rejected in both]
 
     def _sequences(self, step: StepRows, computed: Sequence[int]) -> Parts:
         """The rows that are computed, copies together: rows equal in tokens and mask. Samples of a group are often

@@ -24,7 +24,11 @@ cpu_shim.install()
 
 from roll_async.algorithms.aggregation import Denominators, aggregate  # noqa: E402
 from roll_async.algorithms.critic import value_loss  # noqa: E402
-from roll_async.algorithms.objective import policy_loss, step_metrics  # noqa: E402
+from roll_async.algorithms.objective import (  # noqa: E402
+    policy_loss,
+    preference_loss,
+    step_metrics,
+)
 from roll_async.checkpoint.folders.hf_folder import write_hf_folder  # noqa: E402
 from roll_async.checkpoint.lora import write_adapter  # noqa: E402
 from roll_async.observe.trace import starting  # noqa: E402
@@ -43,7 +47,7 @@ from roll_async.trainer.megatron.state.checkpoints import RoleCheckpoint  # noqa
 from roll_async.trainer.megatron.state.device_state import DeviceState  # noqa: E402
 from roll_async.trainer.megatron.state.host_state import host_state  # noqa: E402
 from roll_async.trainer.megatron.state.optimizer import build_optimizer, wrap  # noqa: E402
-from roll_async.trainer.protocol import STATE_KINDS, StateMemory, TokenRows  # noqa: E402
+from roll_async.trainer.protocol import STATE_KINDS, GivenRows, StateMemory  # noqa: E402
 from roll_async.weight_sync.bucket import Content  # noqa: E402
 from roll_async.weight_sync.transfer import TensorPart, joined  # noqa: E402
 
@@ -255,18 +259,33 @@ class MegatronWorker:
 
     def supervised_update(self, tokens: Tensor, lengths: Tensor, mask: Tensor) -> float:
         """One cross-entropy step on the masked tokens of a whole batch; the mean loss per token."""
-        share = self.splitter.supervised(TokenRows(tokens=tokens, lengths=lengths, mask=mask))[self.data_parallel_rank]
+        share = self.splitter.given(GivenRows(tokens=tokens, lengths=lengths, mask=mask))[self.data_parallel_rank]
+        return self.update_given(share, step=0)["trainer/loss"]
+
+    def update_given(self, share: DataParallelShard, step: int) -> dict[str, float]:
+        """One optimizer step on given rows: cross-entropy per token, or the loss of pairs per pair."""
+        preference, (whole,), began_s = share.preference, share.mini_batches, time.perf_counter()
 
         def loss_for(denominators: Mapping[str, Denominators]) -> LossOfMicroBatch:
+            counts = denominators["policy"]
+
             def loss_of(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
-                logprobs = self._runner.logprobs(batch, output, with_entropy=False).logprobs
                 # Log-probs are 0 outside of the mask.
-                return -logprobs.sum() / max(1, denominators["policy"].global_tokens), {}
+                logprobs = self._runner.logprobs(batch, output, with_entropy=False).logprobs
+                if preference is None:
+                    return -logprobs.sum() / max(1, counts.global_tokens), {}
+                losses, sums = preference_loss(
+                    logprobs_2P=logprobs.sum(-1), ref_logprobs_2P=batch.fields["ref_logprobs"], options=preference
+                )
+                # `step_metrics` divides by tokens, and these are means over pairs.
+                scale = counts.global_tokens / max(1, counts.global_sequences // 2)
+                return losses.sum() / max(1, counts.global_sequences // 2), {k: v * scale for k, v in sums.items()}
 
             return loss_of
 
         (rate,) = self._schedule.rates(1)
-        return self._step(share, share.mini_batches[0], loss_for, rate)["trainer/loss"]
+        metrics = self._step(share, whole, loss_for, rate)
+        return {**metrics, **self._use_of_device(share, 1, time.perf_counter() - began_s)}
 
     def _step(
         self,

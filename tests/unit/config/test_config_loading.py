@@ -38,7 +38,7 @@ RLVR_CASES = [
     ("C004", {"actor_train.model_args": {"dtype": "bf15"}}, 'actor_train.model_args.dtype: "bf15" is not one of bf16 | fp16 | fp32; did you mean \'bf16\'?'),
     ("C004", {"actor_infer.strategy_args.strategy_config.block_size": 17}, "actor_infer.strategy_args.strategy_config.block_size: 17 is not one of 8 | 16 | 32 | 64 | 128"),
     ("C004", {"actor_train.data_args": {"file_name": "a.json", "template": "qwen25"}}, 'actor_train.data_args.template: "qwen25" is not one of native | qwen2_5 | qwen3 | chatml | base; did you mean \'qwen2_5\'?'),
-    ("C004", {"pipeline": "rlv"}, 'pipeline: "rlv" is not one of rlvr | agentic; did you mean \'rlvr\'?'),
+    ("C004", {"pipeline": "rlv"}, 'pipeline: "rlv" is not one of rlvr | agentic | sft | dpo; did you mean \'rlvr\'?'),
     ("C004", {"rewards": {"math": {"type": "math_rul"}}}, 'rewards.math.type: "math_rul" is not one of math_rule | math_service | code_sandbox | llm_judge | ifeval | ifeval_strict | multiple_choice | qa | exact_match | supervised | distilled; did you mean \'math_rule\'?'),
     ("C005", {"seed": -1}, "seed: -1 must be >= 0"),
     ("C005", {"seed": 1 << 63}, "seed: 9223372036854775808 must be an integer of 64 bits"),

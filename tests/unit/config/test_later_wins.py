@@ -15,7 +15,7 @@ from roll_async.config.yaml.yaml_text import parse
 
 ROOT = Path(__file__).resolve().parents[3]
 STRATEGY = "actor_infer.strategy_args"
-SHIPPED = sorted((ROOT / "configs").rglob("*.yaml"))
+SHIPPED = [p for p in sorted((ROOT / "configs").rglob("*.yaml")) if not p.stem.startswith(("sft_", "dpo_"))]
 VALUES = {  # of keys that do not take every number
     "loss_agg_mode": ("seq-mean-token-mean", "token-mean"), "pg_variant": ("tis", "gspo"),
     "attn_implementation": ("sdpa", "auto"), "track_with": ("stdout", "wandb"), "rollout_dump_dir": ("./a", "./b"),

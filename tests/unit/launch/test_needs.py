@@ -8,6 +8,7 @@ pytest.importorskip("ray")
 
 from roll_async.config.api import load
 from roll_async.launch.checks import needs
+from roll_async.launch.checks.devices import Card
 from roll_async.launch.checks.needs import needs_elsewhere
 from roll_async.observe.machine import gpus_here
 
@@ -74,3 +75,14 @@ def test_devices_are_counted_by_their_files_and_by_what_this_process_may_see(tmp
         assert gpus_here(tmp_path) == count
     (tmp_path / "kfd").touch()
     assert gpus_here(tmp_path) is None
+
+
+def test_what_is_wrong_with_the_devices_here_is_the_line(monkeypatch):
+    line = "0, GPU-a, Tesla V100, 580.1, 7.0, 32768, 4"
+    monkeypatch.setattr(needs, "cards_here", lambda: [Card.of(line.replace("0,", f"{i},", 1)) for i in range(8)])
+    small = load(
+        CONFIGS / "rlvr_config_async.yaml", ["actor_train.device_mapping=0-3", "actor_infer.device_mapping=4-7"]
+    )
+    assert "device 0 (Tesla V100) computes no bf16" in str(needs_elsewhere(small))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "CUDA_VISIBLE_DEVICES is empty" in str(needs_elsewhere(small))

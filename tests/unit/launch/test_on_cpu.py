@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from roll_async.config.api import ConfigError, load
+from roll_async.config.api import ConfigError, load, load_with_warnings
 from roll_async.config.schema import RLVRConfig
 from roll_async.launch.checks.gate import check_supported
 from roll_async.launch.checks.on_cpu import cpu_overrides, take_device
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
-RLVR = [path for path in sorted(CONFIGS.glob("*.yaml")) if isinstance(load(path), RLVRConfig)]
+RLVR = [path for path in sorted(CONFIGS.glob("*.yaml")) if isinstance(load_with_warnings(path).config, RLVRConfig)]
 
 
 @pytest.mark.parametrize("path", RLVR, ids=lambda path: path.stem)

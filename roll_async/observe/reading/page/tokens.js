@@ -34,12 +34,14 @@ const number = (value, digits = 3) =>
 /** Weight version of each token. */
 const versionsOf = (row) => row.version_runs.flatMap(([version, count]) => Array(count).fill(version));
 
+const NOISE = 0.05; // a log-ratio below it is rounding, and is not coloured as if it said something
+
 /** What tokens can be coloured by: values per token (null = no colour), and how they are drawn. */
 const COLOURINGS = {
   mask: { name: "loss mask", of: (row) => row.loss_mask, kind: "mask" },
   version: { name: "weight version", of: (row) => masked(row, versionsOf(row)), kind: "one" },
   ratio: {
-    name: "log-ratio, trainer to engine", kind: "two",
+    name: "log-ratio, trainer to engine", kind: "two", least: NOISE,
     of: (row) => row.trainer_logprobs && masked(row, row.trainer_logprobs.map((p, i) => p - row.behaviour_logprobs[i])),
   },
   surprise: { name: "surprise, -log p of the engine", kind: "one", of: (row) => masked(row, row.behaviour_logprobs.map((p) => -p)) },
@@ -51,11 +53,11 @@ const COLOURINGS = {
 const masked = (row, values) => values && values.map((value, i) => (row.loss_mask[i] ? value : null));
 
 /** The colour of a value between the ends of its scale. */
-function colourOf(kind, value, low, high) {
+function colourOf(kind, value, low, high, least = 0) {
   if (value === null) return "";
   if (kind === "mask") return value ? "color-mix(in srgb, var(--c2) 26%, transparent)" : "color-mix(in srgb, var(--c6) 34%, transparent)";
   if (kind === "two") {
-    const bound = Math.max(Math.abs(low), Math.abs(high)) || 1;
+    const bound = Math.max(Math.abs(low), Math.abs(high), least) || 1;
     const share = Math.min(1, Math.abs(value) / bound);
     return `color-mix(in srgb, var(${value < 0 ? "--c4" : "--c2"}) ${Math.round(8 + 42 * share)}%, transparent)`;
   }
@@ -93,9 +95,9 @@ function partsByMask(row, size) {
 
 /** Colour the spans of a row. Returns the ends of the scale, or null where the row has no such values. */
 function colour(spans, row, by) {
-  const { of, kind } = COLOURINGS[by];
+  const { of, kind, least } = COLOURINGS[by];
   const values = of(row);
-  spans.forEach((span, i) => { span.style.background = values ? colourOf(kind, values[i], ...ends(values)) : ""; });
+  spans.forEach((span, i) => { span.style.background = values ? colourOf(kind, values[i], ...ends(values), least) : ""; });
   return values ? ends(values) : null;
 }
 
@@ -141,7 +143,7 @@ function trajectory(row, branches, choose) {
     if (!found) scale.append("this run has no such values");
     else if (kind === "mask") scale.append(legendBox(colourOf("mask", 1)), "trained", legendBox(colourOf("mask", 0)), "tool, environment or padding");
     else {
-      const bound = Math.max(Math.abs(found[0]), Math.abs(found[1]));
+      const bound = Math.max(Math.abs(found[0]), Math.abs(found[1]), COLOURINGS[select.value].least || 0);
       const [low, high] = kind === "two" ? [-bound, bound] : found;
       const stops = [0, .25, .5, .75, 1].map((share) => colourOf(kind, low + share * (high - low), low, high));
       const bar = element("i");

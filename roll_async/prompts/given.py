@@ -1,0 +1,201 @@
+"""Rows that are trained on as they are: chats with answers, pairs of answers, samples of a run.
+
+    sft   {"messages": [..., {"role": "assistant", "content": "4"}]}    or {"prompt": text, "completion": text}
+    sft   {"prompt_token_ids": [...], "response_token_ids": [...], "loss_mask": [...], "score": 1.0}    dumped samples
+    dpo   {"prompt": text or "messages": [...], "chosen": text, "rejected": text}    answers may be lists of turns
+
+Everything is tokenised before anything starts: a row that cannot be trained on ends the start with its place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from roll_async.config.schema import DataArguments, DpoConfig, SftConfig, SupervisedConfig
+from roll_async.prompts.end_marks import EndMarks
+from roll_async.prompts.rows import BadRows, files_of, read_records
+from roll_async.prompts.tokenizer import ChatEncoder, load_tokenizer, told
+from roll_async.prompts.turns import Turn, parse_turns
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class GivenRow:
+    """One row, tokenised."""
+
+    tokens: array
+    """[T] int32."""
+    mask: bytes
+    """[T] 0 or 1: which of them are trained on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GivenOptions:
+    """What the loader obeys."""
+
+    key: str
+    """Config key of the files."""
+    files: tuple[str, ...]
+    tokenizer_folder: str
+    sequence_length: int
+    messages: str = "messages"
+    prompt: str = "prompt"
+    template: str = "native"
+    template_time: str | None = None
+    template_kwargs: Mapping[str, object] = field(default_factory=dict)
+    long_rows: str = "refuse"
+    """refuse, cut or skip."""
+    last_turn: bool = False
+    """Of the turns of the assistant the last one alone is trained on."""
+    min_score: float | None = None
+    pairs: bool = False
+
+    @classmethod
+    def of(cls, config: SupervisedConfig, key: str, data: DataArguments) -> GivenOptions:
+        """As the config has it."""
+        return cls(
+            key=f"{key}.file_name",
+            files=tuple(data.file_name),
+            tokenizer_folder=config.pretrain,
+            sequence_length=config.sequence_length,
+            messages=data.messages or "messages",
+            prompt=data.prompt or "prompt",
+            template=data.template,
+            template_time=config.template_time,
+            template_kwargs=data.template_kwargs,
+            long_rows=config.long_rows,
+            last_turn=isinstance(config, SftConfig) and config.trained_turns == "last",
+            min_score=config.min_score if isinstance(config, SftConfig) else None,
+            pairs=isinstance(config, DpoConfig),
+        )
+
+
+def load_given(options: GivenOptions) -> list[GivenRow]:
+    """Rows in the order of the files; pairs as chosen, rejected, chosen, ... Raises ValueError, one line, for a row
+    that cannot be trained on, and for files without any row.
+    """
+    found: list[GivenRow] = []
+    left_out = Counter[str]()
+    encoder = _Encoder(options)
+    for where, record in _records(options):
+        try:
+            if not isinstance(record, dict):
+                raise ValueError(f"a row must be an object, got {type(record).__name__}")
+            if options.min_score is not None and _score(record) < options.min_score:
+                left_out[f"below min_score {options.min_score:g}"] += 1
+                continue
+            rows = encoder.pair(record) if options.pairs else encoder.rows(record)
+            fitting = [_fitted(row, options) for row in rows]
+        except ValueError as error:
+            raise ValueError(f"{options.key}: {where}: {error}") from error
+        kept = [row for row in fitting if row is not None]
+        if len(kept) < len(rows):
+            left_out[f"longer than sequence_length {options.sequence_length}"] += 1
+        if not options.pairs or len(kept) == 2:  # a pair without one of its rows compares nothing
+            found += kept
+    said = ", ".join(f"{count} {why}" for why, count in left_out.items()) or "none"
+    if not found:
+        raise ValueError(f"{options.key}: no row to train on in {', '.join(options.files)}; left out: {said}")
+    logger.info("%d rows of %s (left out: %s)", len(found), ", ".join(options.files), said)
+    return found
+
+
+def digest_of(rows: Sequence[GivenRow]) -> str:
+    """What the rows say and how they are masked: 16 hexadecimal digits."""
+    content = hashlib.blake2b(digest_size=8)
+    for row in rows:
+        content.update(len(row.tokens).to_bytes(4, "little") + row.tokens.tobytes() + row.mask)
+    return content.hexdigest()
+
+
+def _records(options: GivenOptions) -> Iterator[tuple[str, object]]:
+    bad = BadRows(limit=0)
+    for name in options.files:
+        for file in files_of(name):
+            yield from read_records(file, bad)
+
+
+def _score(record: Mapping[str, object]) -> float:
+    score = record.get("score")
+    if not isinstance(score, int | float):
+        raise ValueError(f"score: {score!r:.60} is no number, and min_score compares with it; remove min_score")
+    return score
+
+
+def _fitted(row: GivenRow, options: GivenOptions) -> GivenRow | None:
+    """The row, its beginning, or None for one that is left out. Raises ValueError for one that is refused."""
+    limit = options.sequence_length
+    if len(row.tokens) <= limit:
+        return row
+    if options.long_rows == "refuse":
+        raise ValueError(
+            f"{len(row.tokens)} tokens, more than sequence_length {limit}; raise it, or set long_rows: cut or skip"
+        )
+    cut = GivenRow(row.tokens[:limit], row.mask[:limit])
+    return cut if options.long_rows == "cut" and any(cut.mask) else None
+
+
+class _Encoder:
+    """Records to tokens, with one tokenizer."""
+
+    def __init__(self, options: GivenOptions) -> None:
+        tokenizer = load_tokenizer(options.tokenizer_folder)
+        self._end = EndMarks.of(tokenizer, options.template).own
+        tokenizer = told(tokenizer, options.template, options.template_time, options.template_kwargs)
+        self._chats, self._options = ChatEncoder(tokenizer, options.template), options
+
+    def rows(self, record: dict) -> list[GivenRow]:
+        """Of a chat or a sample."""
+        if "response_token_ids" in record:
+            return [_sample(record)]
+        answer = record.get("completion", record.get("response"))
+        turns = self._prompt(record) if answer is not None else _turns(record.get(self._options.messages))
+        return self._encoded([*turns, *_turns(answer or [], "assistant")], last=self._options.last_turn)
+
+    def pair(self, record: dict) -> list[GivenRow]:
+        """The chosen and the rejected answer of a prompt."""
+        prompt = self._prompt(record)
+        found = []
+        for name in ("chosen", "rejected"):
+            if not record.get(name):
+                raise ValueError(f"{name}: missing; a pair is {{prompt, chosen, rejected}}")
+            found += self._encoded([*prompt, *_turns(record[name], "assistant")], last=True, column=name)
+        chosen, rejected = found
+        if chosen.tokens == rejected.tokens:
+            raise ValueError("rejected: the same as chosen: the pair compares nothing; take it out")
+        return found
+
+    def _prompt(self, record: dict) -> list:
+        turns = record.get(self._options.messages)
+        return _turns(record.get(self._options.prompt) if turns is None else turns)
+
+    def _encoded(self, turns: list, *, last: bool, column: str = "messages") -> list[GivenRow]:
+        chat: tuple[Turn, ...] = parse_turns(turns, column, answered=True)
+        return [
+            GivenRow(array("i", tokens), bytes(mask))
+            for tokens, mask in self._chats.answered(chat, last=last, end=self._end)
+        ]
+
+
+def _turns(said: object, role: str = "user") -> list:
+    """Turns as a list; a text is one turn of `role`. Raises ValueError for anything else."""
+    if isinstance(said, str):
+        return [{"role": role, "content": said}]
+    if not isinstance(said, list):
+        raise ValueError("messages: missing; a row is a chat in `messages`, or {prompt, completion}")
+    return said
+
+
+def _sample(record: dict) -> GivenRow:
+    """What a run dumped, token by token. Raises ValueError for lengths that disagree."""
+    prompt, response = record.get("prompt_token_ids", []), record["response_token_ids"]
+    mask = record.get("loss_mask", [1] * len(response))
+    if len(mask) != len(response) or not any(mask):
+        raise ValueError(f"loss_mask: {sum(map(bool, mask))} of {len(mask)} for {len(response)} response_token_ids")
+    return GivenRow(array("i", [*prompt, *response]), bytes(len(prompt)) + bytes(map(bool, mask)))
