@@ -155,8 +155,8 @@ def compare(kind: str, args: argparse.Namespace) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder:
         rows = write_rows(Path(folder), kind, args.batch * args.steps)
         words = [
-            kind, args.model, in_our_order(rows, args.batch, args.steps), args.batch, args.rows, args.steps, RATES[kind],
-            DECAY, BETA,
+            kind, args.model, in_our_order(rows, args.batch, args.steps), args.batch, args.rows, args.steps,
+            RATES[kind], DECAY, BETA,
         ]  # fmt: skip
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         command = [trl_python(Path(args.venv)), "-c", TRL, *map(str, words)]
