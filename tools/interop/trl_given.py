@@ -1,6 +1,6 @@
 """Steps on given rows against TRL's SFTTrainer and DPOTrainer: losses, and tokens a core-second.
 
-    python tools/interop/trl_given.py [sft] [dpo] --model output/demo_assets/model [--steps 20] [--batch 32] [--rows 16]
+    python tools/interop/trl_given.py [sft] [dpo] --model output/demo_assets/model [--steps 20] [--batch 32] [--rows 32]
 
 Both sides train the same model in float32 on the same rows in the same order with AdamW, a linear schedule and clipped
 gradients; ours is `SupervisedLearner` on one Megatron rank in this process, packed. `--rows`: of TRL's micro-batches.
@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-RATE, DECAY, BETA, WARM = 1e-3, 0.01, 0.2, 2
+RATES, DECAY, BETA, WARM = {"sft": 1e-3, "dpo": 1e-4}, 0.01, 0.2, 2
 TRL = """
 import json, sys, time, torch
 from datasets import Dataset
@@ -98,7 +98,8 @@ def train_ours(kind: str, rows: Path, args: argparse.Namespace) -> tuple[list[fl
     overrides = [
         f"pretrain={args.model}", f"max_steps={args.steps}", f"train_batch_size={args.batch}", "eval_steps=0",
         f"actor_train.data_args.file_name={rows}", "actor_train.data_args.template=base",
-        f"actor_train.training_args={{learning_rate: {RATE}, weight_decay: {DECAY}, lr_scheduler_type: linear}}",
+        "actor_train.max_tokens_per_microbatch=4096",
+        f"actor_train.training_args={{learning_rate: {RATES[kind]}, weight_decay: {DECAY}, lr_scheduler_type: linear}}",
         *([f"beta={BETA}"] if kind == "dpo" else []),
     ]  # fmt: skip
     config = load_with_warnings(ROOT / "configs" / f"{kind}_demo_cpu.yaml", overrides).config
@@ -154,8 +155,8 @@ def compare(kind: str, args: argparse.Namespace) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder:
         rows = write_rows(Path(folder), kind, args.batch * args.steps)
         words = [
-            kind, args.model, in_our_order(rows, args.batch, args.steps), args.batch, args.rows, args.steps, RATE,
-            DECAY, BETA,
+            kind, args.model, in_our_order(rows, args.batch, args.steps), args.batch, args.rows, args.steps,
+            RATES[kind], DECAY, BETA,
         ]  # fmt: skip
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         command = [trl_python(Path(args.venv)), "-c", TRL, *map(str, words)]
@@ -182,7 +183,7 @@ def main() -> None:
     parser.add_argument("--model", default="output/demo_assets/model")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, default=32, help="rows or pairs of an optimizer step")
-    parser.add_argument("--rows", type=int, default=16, help="rows or pairs of a micro-batch of TRL")
+    parser.add_argument("--rows", type=int, default=32, help="rows or pairs of a micro-batch of TRL")
     parser.add_argument("--venv", default="output/interop/trl")
     args = parser.parse_args()
     for kind in args.kinds:

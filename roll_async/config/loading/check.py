@@ -61,6 +61,8 @@ class Checker:
         self._kind, self._reason = kind, reason
         self._paths = PathIndex(KIND_CLASSES[kind])
         self._num_suggested = 0
+        self._folders = ("/",) if kind in ("sft", "dpo") else ()
+        """How a name of data ends that is a folder of samples."""
 
     def check(self, root: Node) -> dict[str, Plain]:
         """Plain values of the whole file."""
@@ -262,7 +264,7 @@ class Checker:
             if not isinstance(item.value, str):
                 hint = remedy("str", item.value)
                 self._error("C003", here, item, f"expected str, got {type_name(item)} {shown(plain(item))}{hint}")
-            elif not item.value.endswith((".json", ".jsonl", ".parquet")):
+            elif not item.value.endswith((".json", ".jsonl", ".parquet", *self._folders)):
                 self._error("C005", here, item, f"{shown(item.value)} must be a .json, .jsonl or .parquet file")
             else:
                 names.append(item.value)
