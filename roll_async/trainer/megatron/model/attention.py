@@ -265,10 +265,13 @@ class SdpaAttention(MegatronModule):
         """Sequences one after another along the first axis, each attending to itself only."""
         if self._context_group.size() > 1:
             return self._packed_shared(query, key, value, rows.lengths)
-        attend, values = choose_packed_attention(query.dtype, query.shape[-1], query.device), value.shape[-1]
+        attend = choose_packed_attention(query.dtype, query.shape[-1], query.device)
+        missing = query.shape[-1] - value.shape[-1]
+        if attend is row_by_row or not missing:
+            return attend(query, key, value, rows, self._scale, self._window)
         # Latent attention has smaller values than keys, kernels that know bounds one size.
-        value = value if attend is row_by_row else F.pad(value, (0, query.shape[-1] - values))
-        return attend(query, key, value, rows, self._scale, self._window)[..., :values]
+        padded = F.pad(value, (0, missing))
+        return attend(query, key, padded, rows, self._scale, self._window)[..., :-missing]
 
     def _packed_shared(self, query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]) -> Tensor:
         """Each context rank holds its share of every sequence."""
