@@ -13,7 +13,7 @@ from roll_async.buffer.freshness import BatchFreshness
 from roll_async.buffer.states import QueueStats
 from roll_async.observe.sample_dump import EVERY_GROUP, chosen_groups
 from roll_async.pipelines.protocol import RunObserver
-from roll_async.rollout.dispatch.replica_link import RequestSpan
+from roll_async.rollout.dispatch.server_counts import RequestSpan
 from roll_async.rollout.rollouter import RollouterStats
 from roll_async.schema import FinishReason, Group, Reward, Sample
 from roll_async.trainer.protocol import StepReport
@@ -88,11 +88,13 @@ def trace_step(
     """
     for name, started, ended in record.clock.spans:
         observer.span("trainer", name, started, ended, step=record.step)
-        if name == "weight_sync" and record.sync is not None:
-            for engine in engines:
-                version = f"weights of step {record.step}"
-                observer.span(f"weights of {engine}", version, started, ended, arrow_from="trainer")
-    for engine, sent_s, ended_s in requests:
+    # The last of them is the push; before it the canary of the push before is waited for.
+    pushes = [span for span in record.clock.spans if span[0] == "weight_sync"][-1:] if record.sync is not None else []
+    for _, started, ended in pushes:
+        for engine in engines:
+            version = f"weights of step {record.step}"
+            observer.span(f"weights of {engine}", version, started, ended, arrow_from="trainer")
+    for engine, sent_s, ended_s in sorted(requests, key=lambda span: span[1]):  # fewest slots in this order
         observer.span(engine, "request", sent_s, ended_s)
     for group in record.groups:
         observer.span("groups", f"group {group.group_id}", group.admitted_s, group.finished_s, trained_by=record.step)

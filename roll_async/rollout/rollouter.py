@@ -21,7 +21,7 @@ from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.states import ReleaseReason, Slot
 from roll_async.observe.outside import OutsideError, border
 from roll_async.rollout.dispatch.engine_pool import EnginePool
-from roll_async.rollout.dispatch.replica_link import RequestSpan
+from roll_async.rollout.dispatch.server_counts import RequestSpan
 from roll_async.rollout.filters.duplicates import DuplicateAnswers
 from roll_async.rollout.filters.filter_budget import FilterBudget
 from roll_async.rollout.filters.first_batch import FirstBatch

@@ -392,7 +392,7 @@ class EnginePool:
         """End an attempt for which a replica was chosen."""
         assert attempt.link is not None
         attempt.link.end(attempt, state)
-        self._counts.in_flight -= 1
+        self._counts.ended(attempt.link.name, attempt.dispatched_s, asyncio.get_running_loop().time())
         self._touch(attempt.link)
 
     def _lose(self, attempt: Attempt) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -15,10 +14,6 @@ if TYPE_CHECKING:
     from roll_async.rollout.dispatch.engine_pool import EnginePool
 
 Spawn = Callable[[Coroutine[object, object, None], str], asyncio.Task[None]]
-
-RequestSpan = tuple[str, float, float]
-"""Of a request on a replica: its name, and the loop times at which it was sent and ended."""
-MAX_SPANS = 4096
 
 LOSSES = (ConnectionError, TimeoutError)
 """The only errors of a call after which its replica counts as lost: its process is gone, its engine is dead, or it does
@@ -46,8 +41,6 @@ class ReplicaLink:
         """How often it was suspect since its last token."""
         self.leaving = False
         """It gets no further request."""
-        self.spans: deque[RequestSpan] = deque(maxlen=MAX_SPANS)
-        """Of the newest requests that have ended here."""
         self.busy_s = 0.0
         """Seconds with something in flight, up to the last time that it was idle."""
         self._busy_since_s: float | None = None
@@ -106,13 +99,11 @@ class ReplicaLink:
     def end(self, attempt: Attempt, state: AttemptState) -> None:
         """End the attempt: later replies of it are late. One that is still in the outbox is not sent."""
         attempt.to(state)
-        now_s = asyncio.get_running_loop().time()
-        if self.in_flight.pop(attempt.wire_id, None) is not None:
-            self.spans.append((self.name, attempt.dispatched_s, now_s))
+        self.in_flight.pop(attempt.wire_id, None)
         if not self.in_flight:
             self.drained.set()
             if self._busy_since_s is not None:
-                self.busy_s += now_s - self._busy_since_s
+                self.busy_s += asyncio.get_running_loop().time() - self._busy_since_s
                 self._busy_since_s = None
 
     def in_outbox(self) -> list[Attempt]:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from roll_async.inference.protocol import KVCache
-from roll_async.rollout.dispatch.replica_link import ReplicaLink, RequestSpan
+from roll_async.rollout.dispatch.replica_link import ReplicaLink
+
+RequestSpan = tuple[str, float, float]
+"""Of a request on a replica: its name, and the loop times at which it was sent and ended."""
+_MAX_SPANS = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +39,7 @@ class ServerStats:
     busy_s_by_server: Mapping[str, float] = field(default_factory=dict)
     """Seconds during which at least one request ran there, by replica, over all its restarts."""
     spans: tuple[RequestSpan, ...] = ()
-    """Of the newest requests that have ended on the replicas that serve now, by their begin."""
+    """Of the newest requests that have ended."""
     engines: Mapping[str, float] = field(default_factory=dict)
     """Metrics of KV caches and memory of replicas that tell of them, by key; empty where none does."""
 
@@ -58,6 +63,7 @@ class ServerCounts:
     """Busy seconds of replicas that were lost or have left."""
     kv_before: list[KVCache] = field(default_factory=list)
     """What these told last of their KV caches."""
+    spans: deque[RequestSpan] = field(default_factory=lambda: deque(maxlen=_MAX_SPANS))
     peak_bytes: int = 0
     """Of the replica with the most memory, as of any report that was looked at."""
 
@@ -67,6 +73,11 @@ class ServerCounts:
         self.busy_before_by_server[link.name] = before_s + link.busy_until_s(now_s)
         if link.load is not None and link.load.kv is not None:
             self.kv_before.append(link.load.kv)  # without them the sums would fall when a process ends
+
+    def ended(self, name: str, sent_s: float, now_s: float) -> None:
+        """An attempt on a replica has ended."""
+        self.in_flight -= 1
+        self.spans.append((name, sent_s, now_s))
 
     def gave_up(self, num_tokens: int) -> None:
         """A request was aborted and will not be continued."""
@@ -92,7 +103,7 @@ class ServerCounts:
             returned_servers=self.returned_servers,
             late_results=self.late_results,
             busy_s_by_server=busy,
-            spans=tuple(sorted((span for link in links for span in link.spans), key=lambda span: span[1])),
+            spans=tuple(self.spans),
             engines={
                 **self._kv_metrics([k.load.kv for k in links if k.load is not None and k.load.kv is not None]),
                 **self._memory_metrics(k.load.peak_bytes for k in links if k.load is not None),

@@ -111,7 +111,7 @@ def test_memory_of_the_driver_and_use_of_gpus_are_in_every_record(tmp_path):
 def test_the_memory_of_the_largest_replica_is_published_and_stays_when_it_is_gone():
     def link(peak):
         load = None if peak is None else SimpleNamespace(kv=None, peak_bytes=peak)
-        return SimpleNamespace(name="e", spans=(), load=load, busy_until_s=lambda now_s: 0.0)
+        return SimpleNamespace(name="e", load=load, busy_until_s=lambda now_s: 0.0)
 
     counts = ServerCounts()
 

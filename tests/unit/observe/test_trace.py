@@ -7,6 +7,7 @@ import pytest
 
 from roll_async.observe.trace import Trace
 from roll_async.pipelines.metrics import trace_step
+from roll_async.rollout.dispatch.server_counts import ServerCounts
 
 
 def events(path):
@@ -87,9 +88,17 @@ def test_a_step_has_the_requests_of_each_engine_and_an_arrow_for_each_push(build
         def span(self, track, name, start_s, end_s, **args):
             self.spans.append((track, name, start_s, end_s, args.get("arrow_from")))
 
-    clock = SimpleNamespace(spans=[("learn", 0.0, 1.0), ("weight_sync", 1.0, 2.0)])
+    clock = SimpleNamespace(spans=[("learn", 0.0, 0.5), ("weight_sync", 0.5, 1.0), ("weight_sync", 1.0, 2.0)])
     for sync, pushed in ((object(), [("weights of e-0", "weights of step 3", 1.0, 2.0, "trainer")]), (None, [])):
         seen, record = Seen(), SimpleNamespace(step=3, groups=[], clock=clock, sync=sync)
         trace_step(seen, record, [("e-0", 0.25, 0.75)], ["e-0"])
         assert [span for span in seen.spans if span[0] == "weights of e-0"] == pushed
         assert ("e-0", "request", 0.25, 0.75, None) in seen.spans and seen.spans[0][:2] == ("trainer", "learn")
+
+
+def test_the_newest_requests_of_all_replicas_are_told_and_no_more_than_a_message_can_hold():
+    counts = ServerCounts(in_flight=5000)
+    for number in range(5000):
+        counts.ended(f"e-{number % 2}", float(number), number + 1.0)
+    stats = counts.stats(queued=0, now_s=0.0, links=[])
+    assert stats.in_flight == 0 and len(stats.spans) == 4096 and stats.spans[-1] == ("e-1", 4999.0, 5000.0)

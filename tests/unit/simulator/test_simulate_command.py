@@ -23,6 +23,16 @@ def test_two_runs_of_one_seed_leave_byte_identical_traces(tmp_path, capsys, kill
     assert first == second and len(json.loads(first)["traceEvents"]) > 10
 
 
+def test_a_trace_has_the_requests_of_each_engine_the_pushes_as_arrows_and_counters(tmp_path, capsys):
+    assert main(["simulate", CONFIG, *SMALL, "--trace", str(tmp_path / "trace.json")]) == 0
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    process = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    engines = {process[event["pid"]] for event in events if event["name"] == "request"}
+    assert engines and {"trainer", *(f"weights of {name}" for name in engines)} <= set(process.values())
+    assert len([event for event in events if event["ph"] == "s"]) == 8 * len(engines), "a push a step"
+    assert {event["name"] for event in events if event["ph"] == "C"} >= {"groups/buffered", "groups/in_flight"}
+
+
 def test_a_world_is_told_in_full_and_its_invariants_are_checked(capsys):
     assert main(["simulate", "--seed", "3"]) == 0
     out = capsys.readouterr().out
