@@ -47,7 +47,7 @@ def test_an_unknown_command_names_the_nearest_or_all(capsys):
     assert main(["validat"]) == 2
     assert "did you mean 'validate'?" in capsys.readouterr().err
     assert main(["frobnicate"]) == 2
-    assert "there are run, validate, show, plan, simulate" in capsys.readouterr().err
+    assert "there are run, sft, dpo, validate, show, plan, simulate" in capsys.readouterr().err
     assert main([]) == 2
 
 
