@@ -56,7 +56,7 @@ def test_the_loop_is_two_files_from_the_start_script_a_weight_push_three_and_the
 
 
 LIMITS = {
-    "lines": 65_770,
+    "lines": 65_771,
     "classes": 808,
     "dataclasses": 372,
     "protocols": 65,

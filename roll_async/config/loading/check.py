@@ -25,6 +25,7 @@ KIND_CLASSES: dict[str, type[RunConfig]] = {
     "sft": SftConfig,
     "dpo": DpoConfig,
 }
+_FAULTS_OF_ENGINES = ("env_", "request_", "sample_", "max_engine_", "max_failed_")
 WITHOUT_EFFECT_ON_GIVEN_ROWS = frozenset(
     {
         *(f"actor_train.data_args.{key}" for key in ("id", "tag", "ground_truth", "domain_interleave_probs")),
@@ -33,7 +34,7 @@ WITHOUT_EFFECT_ON_GIVEN_ROWS = frozenset(
         "validation.data_args.preprocessing_num_workers",
         "actor_train.router_replay",
         "tracking.rollout_dump_dir",
-        *(f"fault.{key}" for key in spec_of(FaultPolicy).keys() - {"stall_timeout", "rpc_timeout", "max_run_restarts"}),
+        *(f"fault.{key}" for key in spec_of(FaultPolicy) if key.startswith(_FAULTS_OF_ENGINES)),
     }
 )
 """Keys of sections that all kinds have, which only runs with engines read."""
