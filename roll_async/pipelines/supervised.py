@@ -79,7 +79,7 @@ class SupervisedPipeline:
             end = await self._steps()
             await self._save()
             await self._checkpoint.finish()
-        except Exception:
+        except Exception:  # of any part: the user is told what is saved, and the error goes on
             self.rescued = f"step {self._saved} is saved" if self._saved else "no step was saved"
             raise
         return end

@@ -73,9 +73,9 @@ class SupervisedLearner:
 
     def restore_state(self, state: Mapping[str, object]) -> None:
         """Go on with what `export_state` gave. Raises ValueError for other rows."""
-        if state["rows"] != self._digest:
+        if state.get("rows") != self._digest:
             raise ValueError(
-                f"actor_train.data_args: the checkpoint is of rows {state['rows']}, these are {self._digest}; go "
+                f"actor_train.data_args: the checkpoint is of rows {state.get('rows')}, these are {self._digest}; go "
                 "on in the same rows: name its files, or begin a new run (exp_name, pretrain=RUN/hf)"
             )
         self._position = int(state["position"])  # type: ignore[call-overload]

@@ -101,7 +101,7 @@ def test_pairs_with_adapters_on_two_ranks_widen_their_margin(command, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     first, *_, last = metrics(tmp_path / "run")
-    assert first["trainer/loss"] == pytest.approx(0.6931, abs=1e-3) and first["rewards/margins"] == 0
+    assert first["trainer/loss"] == pytest.approx(0.6931, abs=1e-3) and abs(first["rewards/margins"]) < 1e-5
     assert last["trainer/loss"] < first["trainer/loss"] and last["rewards/margins"] > 0
     assert last["validation/loss"] < 0.6931 and "validation/rewards/accuracies" in last
     assert (tmp_path / "run" / "hf_adapter" / "adapter_config.json").is_file()
@@ -144,7 +144,10 @@ def test_rows_without_an_answer_end_the_start_with_their_place(command, tmp_path
     done = run(command("sft", file=bad))
     assert done.returncode == 2
     assert "bad.jsonl:1: messages: no turn of the assistant" in done.stderr
-    assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) == 1
+    assert (
+        "Traceback" not in done.stderr
+        and len([line for line in done.stderr.splitlines() if ": warning W06: " not in line]) == 1
+    )
 
 
 def test_engines_are_refused(command):

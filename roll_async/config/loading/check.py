@@ -10,7 +10,7 @@ from roll_async.config.loading.devices import parse_devices
 from roll_async.config.loading.names import FOREIGN_SECTIONS, REFUSED, refusal
 from roll_async.config.loading.spec import CHOSEN_CLASSES, CHOSEN_DEFAULTS, OWN_CLASSES, FieldSpec, spec_of
 from roll_async.config.schema import ROLES, AgenticConfig, DpoConfig, RLVRConfig, RunConfig, SftConfig
-from roll_async.config.schema_async import TRACKER_NAMES
+from roll_async.config.schema_async import TRACKER_NAMES, FaultPolicy
 from roll_async.config.schema_rollout import REWARDS, WORLDS, reads_answers
 from roll_async.config.schema_worker import STRATEGY_ROLES, DataArguments
 from roll_async.config.yaml.diagnostics import MAX_DIAGNOSTICS, Diagnostic, shown
@@ -25,6 +25,7 @@ KIND_CLASSES: dict[str, type[RunConfig]] = {
     "sft": SftConfig,
     "dpo": DpoConfig,
 }
+_FAULTS_OF_ENGINES = ("env_", "request_", "sample_", "max_engine_", "max_failed_")
 WITHOUT_EFFECT_ON_GIVEN_ROWS = frozenset(
     {
         *(f"actor_train.data_args.{key}" for key in ("id", "tag", "ground_truth", "domain_interleave_probs")),
@@ -33,11 +34,7 @@ WITHOUT_EFFECT_ON_GIVEN_ROWS = frozenset(
         "validation.data_args.preprocessing_num_workers",
         "actor_train.router_replay",
         "tracking.rollout_dump_dir",
-        "fault.env_timeout",
-        "fault.request_retries",
-        "fault.sample_retries",
-        "fault.max_engine_restarts",
-        "fault.max_failed_groups",
+        *(f"fault.{key}" for key in spec_of(FaultPolicy) if key.startswith(_FAULTS_OF_ENGINES)),
     }
 )
 """Keys of sections that all kinds have, which only runs with engines read."""

@@ -12,7 +12,7 @@ from roll_async.schema import ExpertRows
 from roll_async.trainer.megatron.model.model_flops import ModelFlops
 from roll_async.trainer.megatron.settings import MegatronSettings
 from roll_async.trainer.megatron.shares import BatchSplitter, ModelTraits
-from roll_async.trainer.protocol import PolicyRows, TokenRows, ValueRows
+from roll_async.trainer.protocol import GivenRows, PolicyRows, TokenRows, ValueRows
 
 NUM_ROWS, WIDTH = 64, 200
 FLOPS = ModelFlops(per_token=24 * 64 * 64, per_pair=4 * 64, backward=2)
@@ -75,7 +75,7 @@ def of_each_call(num_ranks, mode="fixed"):
         "scoring": split.scoring(scored),
         "policy": split.policy(policy),
         "values": split.values(values),
-        "supervised": split.supervised(scored),
+        "supervised": split.given(GivenRows(tokens=scored.tokens, lengths=scored.lengths, mask=scored.mask)),
     }
 
 
