@@ -55,7 +55,7 @@ async def started_roles(
                 pipeline = await starting
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
-        observers[0].begin(lambda: pipeline.trainer.state.value)
+        observers[0].begin(lambda: pipeline.doing)
         try:
             with stop_on_signals(pipeline, config.checkpoint.output_dir):
                 yield pipeline

@@ -80,9 +80,11 @@ class RoleStarter:
     async def start_ranks(self) -> dict[str, RayTrainerGroup]:
         """All roles of a run without engines. Raises as `start`."""
         await self._reserve()
+        no_engines = asyncio.Event()
+        no_engines.set()
         with shared_folders(_written(self._config)) as folders:
             workers = training_roles(self._config).items()
-            groups = await asyncio.gather(*(self._start_training(name, worker, folders) for name, worker in workers))
+            groups = await asyncio.gather(*(self._start_training(*role, folders, no_engines) for role in workers))
         return {group.name: group for group in groups}
 
     async def _reserve(self) -> None:
@@ -124,6 +126,7 @@ class RoleStarter:
         """Engines, rewards and prompts. On shared devices the engines come first: they measure the free memory, and
         would take for theirs what a rank frees meanwhile.
         """
+        assert isinstance(self._config, PipelineConfig)
         if log_files is None:
             side = await start_rollout(self._config, self._placements["actor_infer"], self._pool, self._stack)
             if in_turns:

@@ -165,7 +165,7 @@ class StartTimeline:
         began, end = self._under_way.pop((role, phase), None), time.monotonic()
         if began is None or self._taken:  # a replica that joins the running run is none of its start
             return
-        for name, seconds in reversed(parts.items() if parts else [(phase, end - began)]):
+        for name, seconds in reversed([*parts.items()] or [(phase, end - began)]):
             self.phases.append((role, name, end - seconds, end))
             end -= seconds
 

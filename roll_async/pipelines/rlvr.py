@@ -84,6 +84,11 @@ class RLVRPipeline:
         """Last whole step."""
         return self.trainer.trained
 
+    @property
+    def doing(self) -> str:
+        """What the trainer does now, in a word."""
+        return self.trainer.state.value
+
     async def export_hf(self, folder: str) -> None:
         """Write the trained model as a folder that transformers loads."""
         assert self._export is not None, "a pipeline without ranks"

@@ -52,7 +52,8 @@ class SupervisedPipeline:
         """`export`: writes the trained model into a folder."""
         self._learner, self._checkpoint, self._observer, self._export = learner, checkpoint, observer, export
         self._plan, self._stopped, self._saved = plan, False, plan.first_step - 1
-        self._doing = "starting"
+        self.doing = "starting"
+        """What the trainer does now, in a word."""
         self.trained_step = plan.first_step - 1
         """Last whole step."""
         self.rescued: str | None = None
@@ -64,7 +65,7 @@ class SupervisedPipeline:
 
     def states(self) -> list[str]:
         """What the loop does now."""
-        return [f"trainer: {self._doing}; step {self.trained_step} of {self._plan.max_steps} is trained"]
+        return [f"trainer: {self.doing}; step {self.trained_step} of {self._plan.max_steps} is trained"]
 
     async def export_hf(self, folder: str) -> None:
         """Write the trained model as a folder that transformers loads."""
@@ -89,7 +90,7 @@ class SupervisedPipeline:
         for step in range(plan.first_step, plan.max_steps + 1):
             if self._stopped:
                 return RunEnd.INTERRUPTED
-            self._doing = "learning"
+            self.doing = "learning"
             with clock.measure("learn"):
                 report = await self._learner.learn(step)
             if report is None:
@@ -97,7 +98,7 @@ class SupervisedPipeline:
             self.trained_step, last = step, step == plan.max_steps
             validation: dict[str, float] = {}
             if plan.eval_every and (last or step % plan.eval_every == 0) and not self._stopped:
-                self._doing = "validating"
+                self.doing = "validating"
                 with clock.measure("validation"):
                     found = await self._learner.validate()
                 validation = {**found, "validation/version": float(step), "validation/lag": 0.0}
@@ -130,6 +131,6 @@ class SupervisedPipeline:
     async def _save(self) -> None:
         """Save the last whole step, unless it is saved."""
         if self._saved < self.trained_step:
-            self._doing = "saving"
+            self.doing = "saving"
             await self._checkpoint.save(self.trained_step)
             self._saved = self.trained_step

@@ -74,7 +74,7 @@ def placement(config: RunConfig) -> list[tuple[str, str]]:
             rows.append((name, f"{config.num_servers} {engine} replicas{_share(worker, config)} {where}{apart}"))
         else:
             rows.append((name, f"{worker.num_ranks} ranks {where}{_parallel(worker)}"))
-    if shared := roles_on_engine_devices(config):
+    if isinstance(config, PipelineConfig) and (shared := roles_on_engine_devices(config)):
         how = "take turns" if config.colocation == "turns" else "are resident side by side"
         rows.append(("colocation", f"{config.colocation}: {', '.join(shared)} and actor_infer {how} on shared devices"))
     if isinstance(config, RLVRConfig):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from roll_async.config.schema import PipelineConfig
+from roll_async.config.schema import RunConfig
 from roll_async.launch.checks.device_memory import CONTEXT_BYTES, GB, DeviceUse, device_uses, span
 
 
-def show_memory(config: PipelineConfig, device_gb: float) -> int:
+def show_memory(config: RunConfig, device_gb: float) -> int:
     """Print the table. Exit 0: everything fits; 2: something does not."""
     uses = device_uses(config, int(device_gb * GB))
     print("\n".join(table(uses)) if uses else "no role has a device_mapping: everything runs on CPU")

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from roll_async.config.schema import PipelineConfig
+from roll_async.config.schema import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +23,7 @@ class ClusterJob:
     """The most that any node of the mappings uses."""
 
     @classmethod
-    def of(cls, config: PipelineConfig, path: Path, overrides: tuple[str, ...]) -> ClusterJob:
+    def of(cls, config: RunConfig, path: Path, overrides: tuple[str, ...]) -> ClusterJob:
         """Raises ValueError for a config without devices."""
         ids = {device for _, role in config.roles() for device in role.device_mapping or ()}
         if not ids:

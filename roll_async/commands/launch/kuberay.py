@@ -9,14 +9,14 @@ from pathlib import Path
 
 from roll_async.commands.launch.job import ClusterJob
 from roll_async.config.api import dump
-from roll_async.config.schema import PipelineConfig
+from roll_async.config.schema import RunConfig
 from roll_async.config.secrets import without_secrets
 from roll_async.config.yaml.emit import to_yaml
 
 _CONFIG = "/etc/roll_async/config.yaml"
 
 
-def manifest(job: ClusterJob, config: PipelineConfig, image: str | None, claim: str | None) -> str:
+def manifest(job: ClusterJob, config: RunConfig, image: str | None, claim: str | None) -> str:
     """A ConfigMap with the resolved config, and the RayJob. `claim`: the volume that all pods share, at output_dir.
     Raises ValueError for what pods cannot share.
     """

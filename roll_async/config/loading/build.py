@@ -48,9 +48,8 @@ def build(cls: type[RunConfig], values: dict[str, Plain], stem: str) -> RunConfi
 def to_plain(config: RunConfig) -> dict[str, Plain]:
     """Every value as plain maps, lists and scalars."""
     tree = _serialisable(type(config)).to_dict(config)  # type: ignore[attr-defined]
-    for name in (
-        ("pg_options", "adv_options") if "algorithm" in tree else ()
-    ):  # options of a user's own code are written beside ours
+    # Options of a user's own code are written beside ours.
+    for name in ("pg_options", "adv_options") if "algorithm" in tree else ():
         options = tree["algorithm"][name]
         options |= options.pop("given", {})
     return tree
@@ -87,8 +86,8 @@ def _fill(config: RunConfig, stem: str, *, weight_level_written: bool) -> None:
     dtype = processor.default_dtype(on_devices=on_devices)
     for role, worker in config.roles():
         _default(worker.model_args, "dtype", dtype)
-        is_critic = isinstance(config, PipelineConfig) and role == "critic"
-        _fill_worker(worker, config.reward_pretrain if is_critic else config.pretrain)
+        of_critic = isinstance(config, PipelineConfig) and role == "critic"
+        _fill_worker(worker, config.reward_pretrain if of_critic else config.pretrain)  # type: ignore[attr-defined]
     if isinstance(config, PipelineConfig):
         _fill_pipeline(config, weight_level_written=weight_level_written)
     else:

@@ -158,7 +158,7 @@ def device_uses(config: RunConfig, device_bytes: int) -> list[DeviceUse]:
             # Two: the one that is pulled and the one being filled (`transport/links.py`).
             buckets=bucket_bytes if {"actor_train", "engine"} & set(roles) else 0,
             device_bytes=device_bytes,
-            resident=config.colocation == "resident",
+            resident=isinstance(config, PipelineConfig) and config.colocation == "resident",
         )
         for roles, devices in groups.items()
     ]

@@ -78,9 +78,9 @@ class PageServer:
         return web.json_response(await self._read(lambda: _differences(self._runs)))
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        run, known = self._run(request), _number(request, "from", 0)
+        run, known = self._run(request), _number(request, "from") or 0
         rows = await self._read(lambda: run.metrics)
-        begin = int(known) if _number(request, "generation", 0) == run.generation else 0
+        begin = int(known) if (_number(request, "generation") or 0) == run.generation else 0
         return web.json_response({"generation": run.generation, "from": begin, "columns": columns(rows[begin:])})
 
     async def _lanes(self, request: web.Request) -> web.Response:
@@ -96,12 +96,12 @@ class PageServer:
                 order=query.get("order", "newest"),
                 lowest=_number(request, "lowest"),
                 highest=_number(request, "highest"),
-                first_step=_number(request, "first_step"),
-                last_step=_number(request, "last_step"),
+                first_step=_step(request, "first_step"),
+                last_step=_step(request, "last_step"),
             )
         except ValueError as error:
             raise web.HTTPBadRequest(text=str(error)) from error
-        offset = int(_number(request, "offset", 0))
+        offset = int(_number(request, "offset") or 0)
 
         def read() -> dict[str, object]:
             run.samples.refresh()
@@ -130,14 +130,19 @@ async def _guarded(request: web.Request, handler: Callable[..., object]) -> web.
     return response
 
 
-def _number(request: web.Request, name: str, default: float | None = None) -> float:
+def _number(request: web.Request, name: str) -> float | None:
     text = request.query.get(name)
     if not text:
-        return default  # type: ignore[return-value]
+        return None
     try:
         return float(text)
     except ValueError as error:
         raise web.HTTPBadRequest(text=f"{name}: expected a number, got {text!r}") from error
+
+
+def _step(request: web.Request, name: str) -> int | None:
+    number = _number(request, name)
+    return None if number is None else round(number)
 
 
 def _differences(runs: Sequence[RunReader]) -> list[tuple[str, str, str]]:
