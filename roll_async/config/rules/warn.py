@@ -187,6 +187,11 @@ def written_without_effect(config: PipelineConfig, root: Node) -> Findings:
             config.colocation == "resident",
             "engines never sleep with colocation: resident",
         ),
+        (
+            "tracking.samples_every",
+            config.tracking.samples_per_step == 0 and config.tracking.rollout_dump_dir is None,
+            "no samples are kept to show: samples_per_step is 0",
+        ),
         ("validation.num_replicas", config.validation_mode != "replicas", "it is for mode replicas"),
         ("val_env_manager.num_replicas", config.validation_mode != "replicas", "it is for mode replicas"),
     )

@@ -43,7 +43,7 @@ def _of_reward(metrics: Rows, newest: Rows, mean: Mean) -> Iterator[tuple[str, s
                 "Compare correction/kl and trainer/grad_norm with the first steps; lower the learning rate, or go back "
                 "to a checkpoint before the fall.",
             )
-    truncated = mean("agent/outcomes/truncated_tokens", mean("validation/truncated"))
+    truncated = mean("response/truncated")
     if truncated > 0.2:
         yield (
             f"{truncated:.0%} of the answers are cut at the length limit",

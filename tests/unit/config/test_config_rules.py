@@ -249,6 +249,9 @@ def test_keys_that_this_run_does_not_read_are_told_where_somebody_wrote_them(fil
     assert told(resident) == {"colocation": "no effect: no role shares a device with actor_infer"}
     resident |= {"actor_infer.device_mapping": "range(0,4)", asleep: {"enable_sleep_mode": True}}
     assert told(resident) == {f"{asleep}.enable_sleep_mode": "no effect: engines never sleep with colocation: resident"}
+    shown, kept = "tracking.samples_every", "tracking.samples_per_step"
+    assert told({shown: 5, kept: 0}) == {shown: "no effect: no samples are kept to show: samples_per_step is 0"}
+    assert told({shown: 5}) == told({shown: 5, kept: 0, "tracking.rollout_dump_dir": "samples"}) == {}
     assert told({size: 4}) == {size: "no effect: vllm forms its batches itself"}
     assert told({size: 4, "actor_infer.strategy_args": {"strategy_name": "hf_infer"}}) == {}
     assert "lets more than" in told({"async_generation_ratio": 1, queue: 100_000})[queue]

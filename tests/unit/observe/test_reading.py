@@ -133,7 +133,7 @@ def test_lanes_are_the_spans_of_trainer_and_engines_also_of_a_run_that_goes_on(t
 def test_each_advisory_is_for_what_it_says_and_a_healthy_run_has_none():
     assert titles() == [] and advisories([metrics_of(1)], {}) == []
     assert titles(**{"reward/mean": 0.25}) == ["The reward is flat at 0.250"]
-    assert titles(**{"validation/truncated": 0.5}) == ["50% of the answers are cut at the length limit"]
+    assert titles(**{"response/truncated": 0.5}) == ["50% of the answers are cut at the length limit"]
     assert titles(**{"staleness/max": 3.0}) == ["Staleness is at its bound of 3 versions"]
     assert titles(**{"idle/trainer": 0.75}) == ["The trainer waits 75% of the time for answers"]
     assert titles(**{"idle/trainer": 0.75, "idle/trainer_rewards": 0.7}) == [
