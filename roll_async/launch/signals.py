@@ -54,7 +54,7 @@ def run_to_end(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
                     tell()
 
 
-_told_in_thread: list[Callable[[], None]] = []
+_told_in_thread: list[Callable[[], object]] = []
 """What a Ctrl-C calls where the loop of the run is in a thread, which gets no signals."""
 
 
