@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 import webbrowser
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -41,8 +41,7 @@ def command(runs: Sequence[Path], port: int, html: Path | None, no_browser: bool
             html.write_text(self_contained(readers), encoding="utf-8")
             print(f"{html}: {html.stat().st_size / 1e6:.1f} MB, opens in any browser without a server")
         else:
-            with suppress(KeyboardInterrupt):
-                asyncio.run(_serve(readers, port, browse=not no_browser))
+            asyncio.run(_serve(readers, port, browse=not no_browser))
     except (ValueError, OSError) as error:
         return bad_usage("view", error)
     return EXIT_FINISHED
@@ -52,11 +51,14 @@ async def _serve(readers: Sequence[RunReader], port: int, *, browse: bool) -> No
     from roll_async.observe.reading.page_server import PageServer
 
     runner, bound = await PageServer(readers).start(port)
+    stopped = asyncio.Event()
+    for name in (signal.SIGINT, signal.SIGTERM):  # a shell's background jobs would not get the first
+        asyncio.get_running_loop().add_signal_handler(name, stopped.set)
     address = f"http://127.0.0.1:{bound}/"
     print(f"{address}  (Ctrl-C ends it)", flush=True)
     if browse and sys.stdout.isatty():
         webbrowser.open(address)
     try:
-        await asyncio.Event().wait()
+        await stopped.wait()
     finally:
         await runner.cleanup()

@@ -105,9 +105,10 @@ def test_the_command_serves_until_it_is_interrupted_and_refuses_a_port_in_use(ru
             port = address.rstrip("/").rpartition(":")[2]
             second = subprocess.run([*words, port], capture_output=True, text=True, timeout=patient(60))
             assert second.returncode == 2 and second.stderr.count("\n") == 1 and port in second.stderr
-        finally:
             process.send_signal(2)
-        assert process.wait(patient(30)) == 0
+            assert process.wait(patient(30)) == 0
+        finally:
+            process.kill()
 
 
 class Tab:
