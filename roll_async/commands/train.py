@@ -90,10 +90,8 @@ def train(
     files: dict[str, bytes] = {}
     kind = reward if isinstance(reward, str) else _pickled(reward, files)
     rows = template.describe_data(str(data)) if isinstance(data, str | Path) else _written(data, inputs, files)
-    asked = {"prompts": overrides.get("rollout_batch_size"), "samples": overrides.get("num_return_sequences_in_group")}
-    numbers = {key: value for key, value in asked.items() if isinstance(value, int)}
     has, device_bytes = _gpus()
-    choices = template.Choices.of(name, str(model), rows, kind, has if gpus is None else gpus, **numbers)
+    choices = template.Choices.of(name, str(model), rows, kind, has if gpus is None else gpus, overrides=overrides)
     code = {file: content.decode() for file, content in files.items() if file.endswith(".py")}
     text = template.first_config(choices, device_bytes, code)
     config_file = inputs / f"train_{_digest(text.encode())}.yaml"

@@ -61,6 +61,9 @@ _TOY_BILLIONS = 0.1
 """Smaller models are trained from nothing, and take larger steps."""
 
 
+_SAMPLES = 8
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choices:
     """What a config is made of."""
@@ -82,7 +85,7 @@ class Choices:
     """hf_infer where vLLM is not installed, on CPU."""
     prompts: int | None = None
     """Of a step; None = by the number of GPUs."""
-    samples: int = 8
+    samples: int = _SAMPLES
     """Answers to each prompt."""
 
     @classmethod
@@ -95,12 +98,14 @@ class Choices:
         gpus: int,
         *,
         billions: float | None = None,
-        prompts: int | None = None,
-        samples: int = 8,
+        overrides: Mapping[str, object] | None = None,
     ) -> Choices:
         """With what the model's folder or name says, and what is here by its absolute path: the config may be used in
-        another folder. `data`: of `describe_data`. Raises ValueError.
+        another folder. `data`: of `describe_data`. `overrides`: keys that the config is run with; its batches are
+        divided as they say. Raises ValueError.
         """
+        asked = overrides or {}
+        prompts, samples = asked.get("rollout_batch_size"), asked.get("num_return_sequences_in_group")
         size, context = describe_model(model, billions)
         return cls(
             name=name,
@@ -112,8 +117,8 @@ class Choices:
             reward=reward_type(reward),
             gpus=gpus,
             engine="vllm" if gpus or find_spec("vllm") else "hf_infer",
-            prompts=prompts,
-            samples=samples,
+            prompts=prompts if isinstance(prompts, int) else None,
+            samples=samples if isinstance(samples, int) else _SAMPLES,
         )
 
 

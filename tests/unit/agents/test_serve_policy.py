@@ -226,7 +226,7 @@ def test_a_model_that_is_not_here_is_told_before_an_engine_starts(tmp_path, caps
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for model, said in [
         (str(tmp_path), "holds no config.json"),
-        ("output/demo_assets/model", "make it with: make demo-assets"),
+        ("output/demo_assets/model", "make it with: roll-async demo --assets-only"),
         ("some/name", "MODEL: some/name is not in the cache, and the hub cannot be reached"),
     ]:
         assert said in refusal([model, "--port", "0"], capsys)

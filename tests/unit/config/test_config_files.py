@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,8 @@ def test_a_shipped_config_loads_and_round_trips(path, files, capsys):
     config = load(path)
     shown = show(capsys, str(path))
     again = files.text(shown, "shown.yaml")
+    for code in path.parent.glob("*.py"):  # what a config names is found beside it
+        shutil.copy(code, Path(again).parent)
     assert load(again) == config
     assert show(capsys, again) == shown
     assert load(files.text(dump(config), "dumped.yaml")) == config

@@ -84,8 +84,8 @@ ENDS = {  # of a call, inside the text of an argument
     "MiniMax": "</parameter> </invoke",
     "Muse": "</atem:parameter> </atem:invoke",
 }
-LINEAR_S = 1.5
-"""For 200 kB, where the slowest text takes a third of it on a slow core; reading anew from each mark takes minutes."""
+LINEAR_S = 5.0
+"""For 200 kB, where the slowest text takes a tenth of it on a slow core; reading anew from each mark takes minutes."""
 
 
 def said(family, *calls):
