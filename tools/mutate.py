@@ -324,7 +324,7 @@ def table(logs: Sequence[Path]) -> str:
 
 def _copied(folder: Path) -> Path:
     for name in ("roll_async", "tests", "configs", "examples", "tools", "docs_roll"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", folder)
     return folder
 

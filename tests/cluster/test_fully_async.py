@@ -86,7 +86,7 @@ def test_the_program_typed_in_its_own_folder_runs_the_demo_and_its_log_has_what_
 ):
     """In a copy of the checkout, as after a clone; with a tracker that hangs up."""
     for name in ("roll_async", "configs", "examples"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "output").mkdir()
     (tmp_path / "output" / "demo_assets").symlink_to(demo_assets)
     (tmp_path / "packages").mkdir()
