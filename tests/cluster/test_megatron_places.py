@@ -7,6 +7,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
+from megatron.core import parallel_state
+
 from roll_async.trainer.megatron.runner import ModelRunner
 from roll_async.trainer.megatron.settings import MegatronSettings
 from roll_async.trainer.megatron.state.optimizer_state import MAIN, ParameterState
@@ -22,15 +24,17 @@ class Recorder(torch.nn.Linear):
         return tokens
 
 
-def test_local_layers_find_the_bounds_of_packed_rows_on_the_host():
+def test_local_layers_find_the_bounds_of_packed_rows_on_the_host_and_kernels_on_the_device(monkeypatch):
+    monkeypatch.setattr(parallel_state, "get_context_parallel_world_size", lambda: 1)
     model = Recorder(1, 1, device=DEVICE)
     config = SimpleNamespace(num_moe_experts=None, moe_aux_loss_coeff=0.0)
     runner = ModelRunner([model], config, MegatronSettings(model_folder="", transformer_impl="local"))
     feed = {name: torch.zeros(1, 5, device=DEVICE) for name in ("tokens", "positions", "targets", "wanted", "padding")}
-    runner._forward(model, SimpleNamespace(bounds=[0, 2, 5], **feed))
+    starts = torch.zeros(3, dtype=torch.int32, device=DEVICE)
+    runner._forward(model, SimpleNamespace(bounds=[0, 2, 5], starts=starts, **feed))
     packed = model.seen["packed_seq_params"]
-    assert (packed.max_seqlen_q, packed.cu_seqlens_q.tolist()) == (3, [0, 2, 5])
-    assert packed.cu_seqlens_kv_padded.device.type == "cpu"
+    assert (packed.max_seqlen_q, packed.lengths, packed.cu_seqlens_q_padded.tolist()) == (3, (2, 3), [0, 2, 5])
+    assert packed.cu_seqlens_kv_padded.device.type == "cpu" and packed.cu_seqlens_q.device == DEVICE
 
 
 def test_a_restored_step_counter_lies_with_the_parameter_even_when_the_moments_are_on_the_host():
