@@ -110,7 +110,8 @@ class Recorder:
             full |= self._gpus.metrics()
         self._folder.append_metrics(full)
         if self._trace is not None:
-            self._trace.counters(time.monotonic(), {key: full[key] for key in _COUNTERS if key in full})  # the clock of event loops
+            counted = {key: full[key] for key in _COUNTERS if key in full}  # a run without engines has none of them
+            self._trace.counters(time.monotonic(), counted)  # the clock of event loops
             self._trace.flush()
         logged = self._logged(full)
         self._tell_samples()

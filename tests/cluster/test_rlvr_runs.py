@@ -104,8 +104,9 @@ def test_a_reward_beside_the_config_that_always_raises_is_named_once_and_no_file
     assert len(texts) > 5 and not any("s3cret" in text for text in texts)
     again = shutil.copy(folder / "config.yaml", project / "again.yaml")  # beside the reward
     code, output = launcher.run(config=str(again))
-    assert code == 2 and "system_envs.MY_KEY, actor_infer.system_envs.MY_OTHER, tracking.tracker_kwargs." in output
-    assert output.endswith("or set the environment variable MY_KEY, MY_OTHER, api_key\n")
+    hidden = ("system_envs.MY_KEY", "tracking.tracker_kwargs.api_key", "actor_infer.system_envs.MY_OTHER")
+    assert code == 2 and f"{', '.join(hidden)}: <hidden> stands for a secret" in output
+    assert output.endswith("or set the environment variable MY_KEY, api_key, MY_OTHER\n")
 
 
 @pytest.mark.skipif(not GSM8K.is_file(), reason="GSM8K rows are not beside this checkout")
