@@ -94,7 +94,8 @@ def started_with(config: RLVRConfig) -> dict[str, object]:
 
         return given
 
-    process = SimpleNamespace(close=later("close"), hosts=frozenset({"here"}), processes=())
+    started = {"close": later("close"), "load_model": later("load_model")}
+    process = SimpleNamespace(**started, hosts=frozenset({"here"}), processes=())
     saved = SimpleNamespace(
         begin=lambda step: Path("step"), commit=part("commit"), prune=part("prune"), find=part("find")
     )
@@ -115,9 +116,11 @@ def started_with(config: RLVRConfig) -> dict[str, object]:
             roles._placements = dict.fromkeys([*names, "actor_infer"])  # type: ignore[assignment]
             roles._runtime = SimpleNamespace(embedded=True)  # type: ignore[assignment]
             await roles._start_process(["log"])
+            no_engines = asyncio.Event()
+            no_engines.set()
             for name, worker in config.roles():
                 if worker.is_megatron:
-                    await roles._start_training(name, worker, None)  # type: ignore[arg-type]
+                    await roles._start_training(name, worker, None, no_engines)  # type: ignore[arg-type]
             replicas = ReplicaStarter(config, [], None, stack)  # type: ignore[arg-type]
             replicas._places["one"] = SimpleNamespace(index=0), None  # type: ignore[assignment]
             await replicas.start("one", 0)
