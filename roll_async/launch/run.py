@@ -99,8 +99,8 @@ def _sample_dump(
 ) -> SampleDump | None:
     tracking, (recorder, run) = config.tracking, observers
     folders = {run.path / SAMPLES: tracking.samples_per_step} if tracking.samples_per_step else {}
-    if tracking.rollout_dump_dir is not None:  # may be that folder
-        folders[Path(tracking.rollout_dump_dir)] = EVERY_GROUP
+    if (dump := tracking.rollout_dump_dir) is not None:  # may be that folder
+        folders[Path(dump)] = EVERY_GROUP
     if not folders:
         return None
     samples = SampleDump(folders, load_tokenizer(config.pretrain).batch_decode, show=recorder.samples)
