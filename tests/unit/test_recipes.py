@@ -32,7 +32,7 @@ LOSS = {key: value for key, value in OWN.items() if key.startswith("pg_")}
 @pytest.fixture
 def typed(tmp_path, monkeypatch):
     """A config of the user's own with these lines, beside the files of the recipes; its path."""
-    for path in PROJECT.iterdir():
+    for path in PROJECT.glob("*.*"):
         shutil.copy(path, tmp_path)
     (tmp_path / "model").mkdir()
     monkeypatch.chdir(tmp_path)
