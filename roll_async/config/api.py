@@ -74,6 +74,8 @@ def load_with_warnings(path: str | Path, overrides: Sequence[str] = (), pipeline
 def _load(path: Path, overrides: Sequence[str], pipeline: str | None) -> Loaded:
     sources = read_sources(path, overrides)
     kind, reason = kind_of(sources.as_written(), pipeline)
+    if pipeline in ("sft", "dpo"):
+        _stop_of_engines(sources.as_written(), pipeline)
     composed = compose(sources, kind)
     warnings = composed.warnings
     _stop_if(composed.errors, warnings)
@@ -95,6 +97,15 @@ def _load(path: Path, overrides: Sequence[str], pipeline: str | None) -> Loaded:
     config = build(KIND_CLASSES[kind], values, path.stem)
     _stop_if(check_rules(config, root, found), warnings)
     return Loaded(config=config, warnings=tuple([*warnings, *find_warnings(config, root)]), root=root)
+
+
+def _stop_of_engines(root: Node, pipeline: str) -> None:
+    """One line instead of one for each key that such a run does not have."""
+    engines = find_resolved(root, ("actor_infer",))
+    kind, _ = kind_of(root, None)
+    if engines is not None and engines.value is not None and kind not in ("sft", "dpo"):
+        message = f"{pipeline} trains on given rows, without engines; this config is {kind}: roll-async run starts it"
+        raise ConfigError((diagnostic("C019", "actor_infer", engines, message),))
 
 
 def _stop_if(errors: list[Diagnostic], warnings: list[Diagnostic]) -> None:

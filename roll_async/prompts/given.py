@@ -82,7 +82,10 @@ def load_given(options: GivenOptions) -> list[GivenRow]:
     """
     found: list[GivenRow] = []
     left_out = Counter[str]()
-    encoder = _Encoder(options)
+    try:
+        encoder = _Encoder(options)
+    except ValueError as error:
+        raise ValueError(f"{options.key.removesuffix('.file_name')}.template: {error}") from error
     for where, record in _records(options):
         try:
             if not isinstance(record, dict):

@@ -145,6 +145,14 @@ def test_a_row_that_cannot_be_trained_on_ends_the_start_with_its_place(load, rec
         load(record, **fields)
 
 
+def test_a_template_that_the_tokenizer_does_not_have_is_told_with_its_key(load, folder, tmp_path):
+    plain = load_tokenizer(folder)
+    plain.chat_template = None
+    plain.save_pretrained(tmp_path / "plain")
+    with pytest.raises(ValueError, match=r"^actor_train.data_args.template: template native: .* choose chatml or base"):
+        load(chat("a", "b"), tokenizer_folder=str(tmp_path / "plain"), template="native")
+
+
 def test_an_empty_file_is_refused(load):
     with pytest.raises(ValueError, match="no row to train on"):
         load()
