@@ -34,7 +34,7 @@ from roll_async.pipelines.validation import held_out_sets
 from roll_async.pipelines.wire import Engines, RolloutParts, RolloutSide, UserHooks, build_engines, build_rollout
 from roll_async.prompts.end_marks import EndMarks
 from roll_async.prompts.load import DataOptions, judged, load_prompts
-from roll_async.prompts.pool import PooledPrompts, PromptPoolOptions
+from roll_async.prompts.pool import PooledPrompts
 from roll_async.prompts.stream import ShuffledPrompts
 from roll_async.prompts.tokenizer import load_tokenizer, told
 from roll_async.rewards.row_checks import REFERENCE_COLUMNS, row_checks
@@ -234,7 +234,7 @@ def prompts_of(
         reserve, files = {}, config.prompt_pool.refill_file_name
         if files:
             reserve = load_prompts(data_options(config, replace(data, file_name=files)), every_domain=False)
-        pool = partial(PooledPrompts, stream.at, train, PromptPoolOptions.of(config), reserve=reserve)
+        pool = partial(PooledPrompts, stream.at, train, config.prompt_pool, seed=config.seed, reserve=reserve)
         pool()  # raises before anything starts if the rows have no numbers for the curriculum
     return stream, pool, held_out_of(config)
 

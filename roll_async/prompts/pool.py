@@ -18,7 +18,7 @@ import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from roll_async.config.schema import RLVRConfig
+from roll_async.config.schema import PromptPoolConfig
 from roll_async.schema import Prompt
 
 logger = logging.getLogger(__name__)
@@ -26,36 +26,6 @@ logger = logging.getLogger(__name__)
 _TRIES = 64
 _VISITS_APART = 3
 """Pass rates are told apart by visit up to this one; the last stands for all later ones."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PromptPoolOptions:
-    """How rows are chosen; see `config/schema_rollout.py: PromptPoolConfig`."""
-
-    seed: int = 0
-    metric: str = "score"
-    """Number of a sample that says whether it is solved."""
-    floor: float = 0.1
-    retire_after: int = 0
-    retire_at: float = 1.0
-    refill_below: float = 0.5
-    curriculum_column: str | None = None
-    curriculum_prompts: int = 0
-
-    @classmethod
-    def of(cls, config: RLVRConfig) -> PromptPoolOptions:
-        """As the config has it."""
-        pool = config.prompt_pool
-        return cls(
-            seed=config.seed,
-            metric=pool.metric,
-            floor=pool.floor,
-            retire_after=pool.retire_after,
-            retire_at=pool.retire_at,
-            refill_below=pool.refill_below,
-            curriculum_column=pool.curriculum_column,
-            curriculum_prompts=pool.curriculum_prompts,
-        )
 
 
 @dataclass(slots=True)
@@ -100,12 +70,13 @@ class PooledPrompts:
         self,
         at: Callable[[int], Prompt | None],
         by_domain: Mapping[str, Sequence[Prompt]],
-        options: PromptPoolOptions,
+        options: PromptPoolConfig,
         *,
+        seed: int,
         reserve: Mapping[str, Sequence[Prompt]] | None = None,
     ) -> None:
         """`at`: the stream over `by_domain`. `reserve`: rows by domain that take the place of retired ones."""
-        self._at, self._options = at, options
+        self._at, self._options, self._seed = at, options, seed
         self._domains = {
             name: _Domain(list(rows), (reserve or {}).get(name, ()), len(rows), _ranks(name, rows, options))
             for name, rows in by_domain.items()
@@ -136,7 +107,7 @@ class PooledPrompts:
     def _choose(self, index: int, first: Prompt) -> tuple[str, int] | None:
         name, row = first.domain, self._place[id(first)]
         # By position, so that the draws do not depend on which positions were asked before.
-        rng = random.Random(f"{self._options.seed}/pool/{index}")
+        rng = random.Random(f"{self._seed}/pool/{index}")
         if not self._domains[name].num_active:
             name = max(self._domains, key=lambda d: self._domains[d].num_active)
             if not self._domains[name].num_active:
@@ -252,7 +223,7 @@ class PooledPrompts:
                 yield f"pool/pass_rate_visit_{visit}", total / count
 
 
-def _ranks(name: str, rows: Sequence[Prompt], options: PromptPoolOptions) -> list[float]:
+def _ranks(name: str, rows: Sequence[Prompt], options: PromptPoolConfig) -> list[float]:
     """Share of the rows that are easier, by row; equal ones share theirs. Raises ValueError for a row whose column
     holds no number.
     """

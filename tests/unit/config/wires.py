@@ -45,7 +45,6 @@ from roll_async.pipelines import checkpoint, validation
 from roll_async.pipelines.protocol import RunPlan
 from roll_async.pipelines.wire import UserHooks
 from roll_async.prompts.load import DataOptions
-from roll_async.prompts.pool import PromptPoolOptions
 from roll_async.rewards.serving import router
 from roll_async.rollout.chat_scheduler import SchedulerOptions
 from roll_async.rollout.dispatch.manager_options import ManagerOptions
@@ -58,7 +57,7 @@ from roll_async.weight_sync.protocol import SyncOptions
 
 BUILT = (
     EngineSettings, MegatronSettings, OptimizerSettings, LossSettings, LearnerOptions, QueueOptions, SchedulerOptions,
-    ScoringOptions, ManagerOptions, BudgetOptions, SyncOptions, RunPlan, DataOptions, PromptPoolOptions, TrainingRole,
+    ScoringOptions, ManagerOptions, BudgetOptions, SyncOptions, RunPlan, DataOptions, TrainingRole,
 )  # fmt: skip
 
 OF_AGENTS = (
@@ -278,7 +277,7 @@ def settings_of(config: PipelineConfig) -> dict[str, object]:
     built: dict[str, object] = {
         "": [
             EngineSettings.of(config, replica=0, restart=0), LearnerOptions.of(config), SchedulerOptions.of(config),
-            PromptPoolOptions.of(config), *_of_rollout(config),
+            config.prompt_pool, *_of_rollout(config),
             DataOptions.of(config, config.actor_train.data_args, checks={}, references=()),
             *(DataOptions.of(config, d, checks={}, references=()) for _, d in config.validation.data.values()),
         ]

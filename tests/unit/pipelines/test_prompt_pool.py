@@ -3,15 +3,16 @@
 import pytest
 
 from roll_async.pipelines.protocol import RunEnd
-from roll_async.prompts.pool import PooledPrompts, PromptPoolOptions
+from roll_async.config.schema import PromptPoolConfig
+from roll_async.prompts.pool import PooledPrompts
 from roll_async.prompts.stream import ShuffledPrompts
 
 
 def pool_of(build, size=40, metric="score"):
     """Prompts whose groups all score alike: solved at the first visit."""
     rows = {"math": [build.prompt(row_id=str(i)) for i in range(size)]}
-    options = PromptPoolOptions(retire_after=1, refill_below=0.1, metric=metric)
-    return PooledPrompts(ShuffledPrompts(rows, seed=1).at, rows, options)
+    options = PromptPoolConfig(retire_after=1, refill_below=0.1, metric=metric)
+    return PooledPrompts(ShuffledPrompts(rows, seed=1).at, rows, options, seed=0)
 
 
 def test_groups_reach_the_pool_and_what_it_knows_is_published_and_saved(run, a_run, build):

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from roll_async.prompts.pool import PooledPrompts, PromptPoolOptions
+from roll_async.config.schema import PromptPoolConfig
+from roll_async.prompts.pool import PooledPrompts
 from roll_async.prompts.stream import ShuffledPrompts
 
 
@@ -22,7 +23,7 @@ def pool_of(build, counts=None, reserve=None, **options):
     stream = ShuffledPrompts(rows, seed=3)
     spare = {name: [build.prompt(row_id=f"spare{i}", domain=name) for i in range(n)]
              for name, n in (reserve or {}).items()}  # fmt: skip
-    return PooledPrompts(stream.at, rows, PromptPoolOptions(seed=3, **options), reserve=spare), stream
+    return PooledPrompts(stream.at, rows, PromptPoolConfig(**options), seed=3, reserve=spare), stream
 
 
 def ask(pool, positions, rate):
