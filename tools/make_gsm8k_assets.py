@@ -30,7 +30,7 @@ from tools.make_math_rows import BUNDLED, word_problems
 VOCABULARY = 2048
 HELD_OUT = 100
 """Problems of the 900 that no row of training has."""
-TOLD, SWAPPED, WRONG_PRODUCTS = 4, 0.5, 0.1
+TOLD, SWAPPED, WRONG_PRODUCTS = 10, 0.5, 0.1
 """Times that the pupil solves each problem; shares of its mistakes."""
 
 

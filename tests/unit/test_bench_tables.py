@@ -1,4 +1,4 @@
-"""The tables of staleness and of TRL: which runs they need, how they go on after a stop, and when a budget is kept."""
+"""The tables of staleness, of TRL and of recipes: which runs they need, how they go on, when a budget is kept."""
 
 import argparse
 import asyncio
@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools" / "bench"))
 import admission_table
 import neighbours
+import recipes
 import staleness_table
 import vs_trl
 
@@ -137,3 +138,23 @@ def test_answers_get_longer_when_the_setting_says_so(monkeypatch, seed):
     setting = admission_table.Setting(name="", lengths=lengths, limit=1000, seconds=900, longer_from_s=300)
     admission_table.measure(setting, fixed=4, seed=seed)
     assert 300 <= round(min(asked_s), 3) < 303
+
+
+@pytest.mark.parametrize(("name", "curve"), [(n, c) for n, recipe in recipes.RECIPES.items() for c in recipe.runs])
+def test_a_curve_of_a_recipe_is_a_config_that_loads_with_its_overrides(name, curve):
+    config, *overrides = recipes.RECIPES[name].runs[curve]
+    loaded = load(ROOT / "configs" / f"{config}.yaml", overrides)
+    made = [folder for folder in recipes.RECIPES[name].needs if loaded.pretrain.endswith(folder)]
+    assert made, f"nothing makes {loaded.pretrain}"
+
+
+def test_a_recipe_is_a_line_of_means_and_a_picture_of_all_seeds(tmp_path):
+    rows = [
+        {"curve": "a", "config": "c", "seconds": 60 * m, "step_s": 1.0, "staleness": 0.5, "reward": [0.0, 0.0, m / 10],
+         "validation": [[3, m / 10]]}
+        for m in (1, 3)
+    ]  # fmt: skip
+    assert recipes.table(rows).splitlines()[-1].startswith("| a | `c` | 2 | 2.0 ± 1.4 |")
+    assert recipes.table(rows).splitlines()[-1].endswith("| 0.067 ± 0.047 | 0.067 ± 0.047 | 0.200 ± 0.141 |")
+    recipes.plot(rows, tmp_path / "figures" / "recipe.png")
+    assert (tmp_path / "figures" / "recipe.png").read_bytes().startswith(b"\x89PNG")

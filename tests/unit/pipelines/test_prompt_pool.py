@@ -2,8 +2,8 @@
 
 import pytest
 
-from roll_async.pipelines.protocol import RunEnd
 from roll_async.config.schema import PromptPoolConfig
+from roll_async.pipelines.protocol import RunEnd
 from roll_async.prompts.pool import PooledPrompts
 from roll_async.prompts.stream import ShuffledPrompts
 
