@@ -387,6 +387,12 @@ class Group:
         return tuple(tuple(found) for found in rows.values())
 
     @property
+    def mean_score(self) -> float:
+        """Of its trajectories; one without a reward counts as 0."""
+        scores = [0.0 if rows[0].reward is None else rows[0].reward.score for rows in self.trajectories]
+        return sum(scores) / len(scores)
+
+    @property
     def num_tokens(self) -> int:
         """Response tokens of all samples."""
         return sum(len(s.response_token_ids) for s in self.samples)

@@ -13,6 +13,7 @@ from roll_async.observe.disk import Unwritable
 from roll_async.observe.machine import Gpus, peak_bytes_of_self
 from roll_async.observe.outside import OutsideError, border
 from roll_async.observe.progress import Screen, best_and_worst, facts, readable
+from roll_async.observe.reading.advisories import FLAT_STEPS, flat_reward
 from roll_async.observe.run_folder import RunFolder
 from roll_async.observe.sample_dump import Row
 from roll_async.observe.trace import StartTimeline, Trace
@@ -30,10 +31,6 @@ REQUIRED_KEYS = (
 )  # fmt: skip
 _COUNTERS = ("groups/buffered", "groups/in_flight", "staleness/mean", "staleness/max")
 """Drawn over time in the trace."""
-
-_FLAT_STEPS = 3
-"""Steps from the start whose answers all have one score before that is worth a warning."""
-
 
 KEYS_WITHOUT_ENGINES = (
     "trainer/loss", "trainer/grad_norm", "trainer/learning_rate", "data/epoch", "time/step_s", "time/train_s",
@@ -258,26 +255,22 @@ class _FlatReward:
     def __init__(self) -> None:
         self.rows: Sequence[Row] = ()
         """Of the newest step whose texts are known; set by the thread that decodes them."""
-        self._scores: set[float] = set()
-        self._num_steps = 0
+        self._first: list[Mapping[str, float]] = []
 
     def look(self, metrics: Mapping[str, float]) -> None:
         """At the record of a step. A run that goes on after a step of an earlier process is past its start."""
-        if self._num_steps >= _FLAT_STEPS or "reward/min" not in metrics:
+        if len(self._first) == FLAT_STEPS or "reward/min" not in metrics:
             return
-        self._num_steps += 1
-        self._scores |= {metrics["reward/min"], metrics["reward/max"]}
-        if metrics["step"] != self._num_steps or len(self._scores) > 1:
-            self._num_steps = _FLAT_STEPS
-        elif self._num_steps == _FLAT_STEPS:
-            self._warn(self._scores.pop(), metrics)
+        self._first.append(metrics)
+        if metrics["step"] == len(self._first) == FLAT_STEPS and (score := flat_reward(self._first)) is not None:
+            self._warn(score, metrics)
 
     def _warn(self, score: float, metrics: Mapping[str, float]) -> None:
         num = metrics["throughput/samples_per_s"] * metrics["time/step_s"]
         cut = metrics["response/truncated"]
         # Of different prompts, where there are any.
         shown = list({row["group_id"]: row for row in self.rows if row["score"] is not None}.values())[:3]
-        lines = [f"the reward is flat: all {num:.0f} answers of each of the first {_FLAT_STEPS} steps scored {score:g}"]
+        lines = [f"the reward is flat: all {num:.0f} answers of each of the first {FLAT_STEPS} steps scored {score:g}"]
         for row in shown:
             expected = f"; expected {readable(row['ground_truth'], longest=60)}" if row["ground_truth"] else ""
             lines.append(f'"{readable(row["response"], longest=200)}" ({facts(row)}{expected})')

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from math import isnan
 from statistics import pstdev
 
 from roll_async.buffer.freshness import BatchFreshness
@@ -326,25 +327,30 @@ def merged_reports(reports: Sequence[StepReport]) -> StepReport:
         num_samples=sum(r.num_samples for r in reports),
         num_tokens=sum(r.num_tokens for r in reports),
         advantages=tuple(row for r in reports for row in r.advantages),
-        # Rows are matched by their place: of a step in parts, all parts have log-probs, or none is told.
-        trainer_logprobs=tuple(row for r in reports for row in r.trainer_logprobs)
-        if all(r.trainer_logprobs for r in reports)
-        else (),
+        trainer_logprobs=_of_all_parts([r.trainer_logprobs for r in reports]),
+        entropies=_of_all_parts([r.entropies for r in reports]),
     )
+
+
+def _of_all_parts(parts: Sequence[tuple[array, ...]]) -> tuple[array, ...]:
+    """Rows are matched by their place: of a step in parts, all parts have them, or none is told."""
+    return tuple(row for part in parts for row in part) if all(parts) else ()
 
 
 def sample_rows(
     groups: Sequence[Group],
     advantages: Sequence[array] = (),
     trainer_logprobs: Sequence[array] = (),
+    entropies: Sequence[array] = (),
     num_groups: int = EVERY_GROUP,
 ) -> list[dict[str, object]]:
     """Samples as plain JSON values, for a dump, of as many of the groups as `chosen_groups` takes. `advantages`,
-    `trainer_logprobs`: of `StepReport` of the step that trained them; none = nothing was trained, none were made.
+    `trainer_logprobs`, `entropies`: of `StepReport` of the step that trained them; none = nothing was trained, none
+    were made.
     """
     samples = [(group, sample) for group in groups for sample in group.samples]
     none = [None] * len(samples)
-    kept = chosen_groups({group.group_id: _mean_score(group) for group in groups}, num_groups)
+    kept = chosen_groups({group.group_id: group.mean_score for group in groups}, num_groups)
     return [
         {
             "group_id": group.group_id,
@@ -372,16 +378,19 @@ def sample_rows(
             "response_token_ids": sample.response_token_ids.tolist(),
             "behaviour_logprobs": [round(value, 6) for value in sample.behaviour_logprobs],
             "trainer_logprobs": None if logprobs is None else [round(value, 6) for value in logprobs],
+            "entropies": _known(entropy),
         }
-        for (group, sample), trained_with, logprobs in zip(
-            samples, advantages or none, trainer_logprobs or none, strict=True
+        for (group, sample), trained_with, logprobs, entropy in zip(
+            samples, advantages or none, trainer_logprobs or none, entropies or none, strict=True
         )
         if group.group_id in kept
     ]
 
 
-def _mean_score(group: Group) -> float:
-    return mean([0.0 if rows[0].reward is None else rows[0].reward.score for rows in group.trajectories])
+def _known(values: array | None) -> list[float | None] | None:
+    """None in place of NaN, which is no JSON; None alone where nothing else is there."""
+    found = [None if isnan(value) else round(value, 6) for value in values or ()]
+    return found if any(value is not None for value in found) else None
 
 
 def _differing(sample: Sample, advantages: array | None) -> list[float] | None:

@@ -184,8 +184,8 @@ class PipelineParts:
     observer: RunObserver
     validate: ValidationMeasure | None = None
     devices: Devices = OWN_DEVICES
-    dump: Callable[[int, Sequence[Group], Sequence[array], Sequence[array]], None] | None = None
-    """Called with the groups of every step, and the advantages of their rows (`StepReport.advantages`)."""
+    dump: Callable[[int, Sequence[Group], Sequence[array], Sequence[array], Sequence[array]], None] | None = None
+    """Called with the groups of every step; advantages, log-probs and entropies of their rows (`StepReport`)."""
     export: Callable[[str], Awaitable[None]] | None = None
     """Writes the trained model into a folder that transformers loads; None = there is no model."""
 

@@ -389,7 +389,8 @@ class TrainLoop:
         self._traced_s = max([self._traced_s, *(ended_s for *_, ended_s in requests)])
         trace_step(self._observer, record, requests, seen.busy_s_by_server)
         if self._dump is not None:
-            self._dump(record.step, record.groups, record.report.advantages, record.report.trainer_logprobs)
+            report = record.report
+            self._dump(record.step, record.groups, report.advantages, report.trainer_logprobs, report.entropies)
 
     def _publish_late(self, validation: Mapping[str, float]) -> None:
         """A result that belongs to no record of a step."""

@@ -28,6 +28,7 @@ from roll_async.algorithms.masked import masked_mean, whiten
 from roll_async.algorithms.rewards import RunningMoments
 from roll_async.config.schema import PipelineConfig
 from roll_async.config.schema_algorithm import AlgorithmConfig
+from roll_async.observe.sample_dump import EVERY_GROUP, chosen_groups
 from roll_async.schema import ExpertRows, Group, TrainBatch
 from roll_async.trainer import credit
 from roll_async.trainer.collate import collate
@@ -54,6 +55,8 @@ class LearnerOptions:
     """Versions; tokens over it leave the loss (staleness policy token_mask). None = off."""
     router_replay: bool = False
     """The actor's routers take the experts the engines took."""
+    kept_groups: int = 0
+    """Groups of a step whose samples are kept, with the entropies of their tokens."""
     seed: int = 42
 
     @property
@@ -81,6 +84,7 @@ class LearnerOptions:
             loss_parts=config.loss_parts,
             response_length=config.longest_response,
             router_replay=config.actor_train.router_replay,
+            kept_groups=EVERY_GROUP if config.tracking.rollout_dump_dir else config.tracking.samples_per_step,
             mask_older_than=staleness.max_versions if staleness.policy == "token_mask" else None,
             seed=config.seed,
         )
@@ -162,6 +166,7 @@ class Learner:
         evidence = credit.EstimatorInputs(row_mask=compared, values=values, logprobs=known, squares=squares)
         signal = await asyncio.to_thread(self._signal, batch, known, reference, teacher, evidence)
         policy_rows, correction = await asyncio.to_thread(self._policy_rows, batch, proximal, reference, signal)
+        policy_rows, entropies = replace(policy_rows, kept=self._kept(groups)), None
         prepared = loop.time()
         metrics = {**signal.metrics, **correction}
         update_values = None
@@ -176,9 +181,15 @@ class Learner:
             # Not the option alone: `_proximal` makes a pass of its own where a batch has several mini-batches.
             reused = proximal is None and self._algorithm.proximal_logprobs == "reuse"
             metrics["trainer/proximal_reused"] = float(reused)
+
+        async def update_policy() -> Mapping[str, float]:
+            nonlocal entropies
+            found, entropies = await parts.actor.update_policy(policy_rows, step)
+            return found
+
         updates: Sequence[Job[Mapping[str, float]]] = [
             ("critic", update_values),
-            ("actor_train", (lambda: parts.actor.update_policy(policy_rows, step)) if actor_learns else None),
+            ("actor_train", update_policy if actor_learns else None),
         ]
         updated, update_wait_s = await parts.work(updates)
         for found in updated:
@@ -197,7 +208,15 @@ class Learner:
             trainer_logprobs=()
             if proximal is None or proximal is batch.behaviour_logprobs
             else await asyncio.to_thread(_of_responses, batch, proximal),
+            entropies=() if entropies is None else await asyncio.to_thread(_of_responses, batch, entropies),
         )
+
+    def _kept(self, groups: Sequence[Group]) -> Tensor | None:
+        """[B] bool, rows of the groups that `sample_rows` will take; None where it takes none."""
+        if not self._options.kept_groups:
+            return None
+        kept = chosen_groups({group.group_id: group.mean_score for group in groups}, self._options.kept_groups)
+        return torch.tensor([group.group_id in kept for group in groups for _ in group.samples])
 
     async def _scores(self, batch: TrainBatch, rows: TokenRows) -> tuple[list[Tensor | None], float]:
         """([B,T] proximal, reference and teacher log-probs, values, squares, or None each; the actor's wait in s)."""

@@ -48,6 +48,7 @@ class PolicyRows:
     policy_mask: Tensor | None = None  # [B,T] bool, tokens of the policy part; None = all of `mask`
     cross_entropy_mask: Tensor | None = None  # [B,T] bool, tokens of supervised rows; None = there are none
     reference_kl_mask: Tensor | None = None  # [B,T] bool, tokens of distilled rows; None = those of the policy part
+    kept: Tensor | None = None  # [B] bool, rows whose entropies are asked for; None = nobody asks
     experts: ExpertRows | None = None
     """Choice of experts to replay; None = the model's own."""
 
@@ -103,6 +104,9 @@ class StepReport:
     """Of each row likewise, by the weights that the step began with; 0 where not sampled. Empty = the driver has none:
     each micro-batch made its own, or the engines' were taken.
     """
+    entropies: tuple[array, ...] = ()
+    """Of each row likewise, in nats, by the weights that its own optimizer step began with; NaN where not trained, and
+    in rows that are not kept. Empty = nobody asks for any."""
 
 
 STATE_KINDS = ("weights", "optimizer", "gradients")
@@ -153,9 +157,9 @@ class TrainerGroup(ScoringGroup, Protocol):
         """One optimizer step on rows that are not sampled."""
         ...
 
-    async def update_policy(self, rows: PolicyRows, step: int) -> Mapping[str, float]:
+    async def update_policy(self, rows: PolicyRows, step: int) -> tuple[Mapping[str, float], Tensor | None]:
         """All optimizer steps of one training step. Metrics: loss, grad_norm, learning_rate, policy/...,
-        num_optimizer_steps.
+        num_optimizer_steps. With `rows.kept` also the [B,T] float32 entropies of these rows, see StepReport.
         """
         ...
 

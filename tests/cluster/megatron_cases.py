@@ -132,8 +132,12 @@ class WholeBatchWorker(MegatronWorker):
         return self._whole(rows, super().compute_values)
 
     def update_policy(self, rows, step):
-        """The metrics that repeat; those of the machine are in `measured`."""
-        metrics = super().update_policy(self.splitter.policy(rows)[self.data_parallel_rank], step)
+        """The metrics that repeat; those of the machine are in `measured`, entropies of kept rows in `entropies`."""
+        share = self.splitter.policy(rows)[self.data_parallel_rank]
+        metrics, found = super().update_policy(share, step)
+        self.entropies = None
+        if rows.kept is not None:
+            self.entropies = self._merged(rows, share.numbers[share.rows.fields["kept"]], found, torch.nan)
         self.measured = {name: x for name, x in metrics.items() if "device" in name or name.startswith("memory/")}
         return {name: x for name, x in metrics.items() if name not in self.measured}
 
@@ -142,14 +146,16 @@ class WholeBatchWorker(MegatronWorker):
 
     def _whole(self, rows, compute):
         share = self.splitter.scoring(rows)[self.data_parallel_rank]
-        answer = compute(share)
-        gathered = [None if answer is None else (share.numbers, answer)]
+        return self._merged(rows, share.numbers, compute(share))
+
+    def _merged(self, rows, of_rank, answer, beyond=0.0):
+        gathered = [None if answer is None else (of_rank, answer)]
         if (size := torch.distributed.get_world_size()) > 1:
             gathered *= size
             torch.distributed.all_gather_object(gathered, gathered[0])
         whole = torch.full(rows.tokens.shape, torch.nan)  # a row that nobody answers for shows
         for numbers, found in filter(None, gathered):
-            whole[numbers] = torch.nn.functional.pad(found, (0, whole.shape[1] - found.shape[1]))
+            whole[numbers] = torch.nn.functional.pad(found, (0, whole.shape[1] - found.shape[1]), value=beyond)
         return whole if torch.distributed.get_rank() == 0 else None
 
 
@@ -171,10 +177,12 @@ def measure(rank, world_size, port, settings, scale=1.0):
     began = time.monotonic()
     worker = start_worker(rank, world_size, port, settings)
     rows, policy = batch(a_copy=True)
-    policy = replace(policy, advantages=policy.advantages * scale)
+    policy = replace(policy, advantages=policy.advantages * scale, kept=torch.arange(NUM_ROWS) % 3 == 0)
     exported = {name: tensor.clone() for name, tensor in worker.export_named_tensors()}
     before = worker.compute_logprobs(rows)
-    steps = [worker.update_policy(policy, step) for step in (1, 2)]
+    first = worker.update_policy(policy, 1)
+    entropies = worker.entropies
+    steps = [first, worker.update_policy(policy, 2)]
     after = worker.compute_logprobs(rows)
     base = worker.compute_base_logprobs(rows)
     trained = {name: tensor.clone() for name, tensor in worker.export_named_tensors()}
@@ -186,6 +194,7 @@ def measure(rank, world_size, port, settings, scale=1.0):
         "parts": parts,
         "exported": exported,
         "before": before,
+        "entropies": entropies,
         "steps": steps,
         "after": after,
         "base": base,
@@ -199,6 +208,9 @@ def assert_same_steps(found, expected, *, routed=False):
     a step a token may be where two experts are a rounding apart, and goes to the other one; one in a hundred may.
     """
     assert_near(found["before"], expected["before"], BOUNDS.forward)
+    known = expected["entropies"].isfinite()
+    assert known.any() and torch.equal(found["entropies"].isfinite(), known)
+    assert_near(found["entropies"][known], expected["entropies"][known], BOUNDS.forward)
     moved = float((expected["after"] - expected["before"]).abs().max())
     after, wanted = found["after"].clone(), expected["after"]
     rerouted = (after - wanted).abs() > BOUNDS.moved * moved

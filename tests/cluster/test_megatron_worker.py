@@ -269,6 +269,27 @@ def test_each_part_of_the_loss_is_measured_over_its_own_tokens(start, tmp_path, 
     assert_near(metrics["policy/ratio"], only["policy/ratio"], BOUNDS.step)
 
 
+@pytest.mark.parametrize("split", [{}, {"micro_batching": "packed", "max_tokens_per_microbatch": 96}])
+def test_a_step_tells_the_entropy_of_each_trained_token_of_the_rows_that_are_kept(start, tmp_path, split):
+    """By the weights before it, with two epochs, too; of rows without a gradient, which no rank computes, nothing."""
+    folder = model_folder(tmp_path / "in", tied=True)
+    rows, policy = batch()
+    kept, row = torch.arange(ROWS) < 5, torch.arange(ROWS)[:, None]
+    asked = dataclasses.replace(policy, kept=kept, advantages=policy.advantages * (row != 3))
+    worker = start(folder, loss=LossSettings(pg_variant="ppo", pg_options=PpoOptions(), ppo_epochs=2), **split)
+    plain = worker.update_policy(dataclasses.replace(asked, kept=None), 1)
+    assert worker.entropies is None
+    worker = start(folder, loss=LossSettings(pg_variant="ppo", pg_options=PpoOptions(), ppo_epochs=2), **split)
+    assert worker.update_policy(asked, 1) == plain, "nothing else becomes different"
+    with torch.no_grad():
+        logits = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(rows.tokens).logits
+    log_p = torch.log_softmax(logits, -1)
+    wanted = torch.nn.functional.pad(-(log_p.exp() * log_p).sum(-1)[:, :-1], (1, 0))
+    told = rows.mask & (row < 5) & (row != 3)
+    assert torch.equal(~worker.entropies.isnan(), told)
+    assert_near(worker.entropies[told], wanted[told], 10 * BOUNDS.forward, of=1.0)  # powers of logits up to 10
+
+
 def test_squares_are_the_sum_of_all_squared_probabilities(start, tmp_path):
     folder = model_folder(tmp_path / "in", tied=True)
     rows, _ = batch()

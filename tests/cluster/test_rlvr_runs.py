@@ -42,6 +42,7 @@ def test_one_batch_ahead_overlaps_stays_within_the_bound_and_leaves_what_it_prom
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "hf")
     assert sum(p.numel() for p in model.parameters()) > 500_000
     assert "step 5/5" in output and "reward, mean of first / last 5 steps" in output
+    assert 'sample of step 1: prompt "' in output and 'sample of step 1: prompt "' in log
 
 
 def test_synchronous_training_is_on_policy_and_two_replicas_answer_the_same_prompt_independently(launcher):
@@ -63,6 +64,9 @@ def test_synchronous_training_is_on_policy_and_two_replicas_answer_the_same_prom
     groups = {}
     for row in rows:
         groups.setdefault(row["group_id"], []).append(row)
+    trained = [row for row in rows if row["advantage"]]
+    assert trained and all(min(row["entropies"]) > 0 for row in trained), "of every token"
+    assert all(len(row["entropies"]) == len(row["response_token_ids"]) for row in trained)
     shared = [g for g in groups.values() if {row["replica"] for row in g} == {"actor_infer-0", "actor_infer-1"}]
     assert len(shared) > 8, "the samples of a group are dealt to both replicas"
     num_unlikely = 0

@@ -1,6 +1,7 @@
 """What travels to the ranks of a trainer group, and back: each receives the rows of its data-parallel part."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -41,11 +42,12 @@ class CountingRank:
         return share.rows.tokens.float() if self._index % self._tensor == 0 else None
 
     def update_policy(self, share, step):
-        self._count(share)
-        return {"rows": float(len(share.numbers))}
+        kept = share.rows.tokens[share.rows.fields["kept"]].float()
+        return self.update_values(share, step), kept if self._index % self._tensor == 0 else None
 
     def update_values(self, share, step):
-        return self.update_policy(share, step)
+        self._count(share)
+        return {"rows": float(len(share.numbers))}
 
     def received(self):
         received, self._received = self._received, 0
@@ -72,7 +74,10 @@ async def bytes_by_call(ranks, tensor):
     scored = await group.compute_logprobs(rows)
     assert torch.equal(scored, rows.tokens.float()), "answers of all ranks, each row at its place"
     found["compute_logprobs"] = await asyncio.gather(*(r.received.remote() for r in ranks))
-    assert (await group.update_policy(policy, 1))["rows"] == cases.NUM_ROWS * tensor / NUM_RANKS
+    kept = torch.arange(cases.NUM_ROWS) % 3 == 0
+    metrics, entropies = await group.update_policy(replace(policy, kept=kept), 1)
+    assert metrics["rows"] == cases.NUM_ROWS * tensor / NUM_RANKS
+    assert torch.equal(entropies[kept].nan_to_num(0), rows.tokens[kept].float()) and entropies[~kept].isnan().all()
     found["update_policy"] = await asyncio.gather(*(r.received.remote() for r in ranks))
     await group.update_values(values, 1)
     found["update_values"] = await asyncio.gather(*(r.received.remote() for r in ranks))

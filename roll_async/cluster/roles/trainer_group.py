@@ -76,7 +76,7 @@ class WorkerCalls(Protocol):
 
     async def compute_values(self, share: DataParallelShard) -> Tensor | None: ...
 
-    async def update_policy(self, share: DataParallelShard, step: int) -> Mapping[str, float]: ...
+    async def update_policy(self, share: DataParallelShard, step: int) -> tuple[Mapping[str, float], Tensor | None]: ...
 
     async def update_given(self, share: DataParallelShard, step: int) -> Mapping[str, float]: ...
 
@@ -308,10 +308,14 @@ class RayTrainerGroup:
         """[B,T] float32, see CriticGroup."""
         return await self._score(RankCalls.compute_values, rows)
 
-    async def update_policy(self, rows: PolicyRows, step: int) -> Mapping[str, float]:
-        """All optimizer steps of one training step."""
-        _, of_ranks = await self._put(self._splitter.policy, rows)
-        return (await self._each(RankCalls.update_policy, [(share, step) for share in of_ranks]))[0]
+    async def update_policy(self, rows: PolicyRows, step: int) -> tuple[Mapping[str, float], Tensor | None]:
+        """All optimizer steps of one training step, see TrainerGroup."""
+        shares, of_ranks = await self._put(self._splitter.policy, rows)
+        answers = await self._each(RankCalls.update_policy, [(share, step) for share in of_ranks])
+        if rows.kept is None:
+            return answers[0][0], None
+        numbers = [share.numbers[share.rows.fields["kept"]] for share in shares]
+        return answers[0][0], self._whole(rows.tokens, numbers, [found for _, found in answers], torch.nan)
 
     async def update_given(self, rows: GivenRows, step: int) -> Mapping[str, float]:
         """One optimizer step on rows that are not sampled."""
@@ -338,11 +342,17 @@ class RayTrainerGroup:
     ) -> Tensor:
         """[B,T], merged from the ranks' scores of their own rows."""
         shares, of_ranks = await self._put(self._splitter.scoring, rows)
-        result = torch.zeros(rows.tokens.shape)
         answers = await self._each(method, [(share,) for share in of_ranks])
+        return self._whole(rows.tokens, [share.numbers for share in shares], answers, 0.0)
+
+    def _whole(
+        self, like: Tensor, numbers: Sequence[Tensor], answers: Sequence[Tensor | None], missing: float
+    ) -> Tensor:
+        """[B,T] as `like`, from the answers of ranks. `numbers`: the rows that each data-parallel rank answers for."""
+        result = torch.full(like.shape, missing)
         for started, answer in zip(self._started, answers, strict=True):
             if answer is not None:
-                result[shares[started.data_parallel_rank].numbers, : answer.shape[1]] = answer
+                result[numbers[started.data_parallel_rank], : answer.shape[1]] = answer
         return result
 
     @property

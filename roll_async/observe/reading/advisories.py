@@ -1,4 +1,6 @@
-"""What stands out in the metrics of a run, and what to do about it: plain rules on the means of the newest steps."""
+"""What stands out in the metrics of a run, and what to do about it: plain rules on the newest steps. The run's own
+warning of a flat reward (`recorder.py`) is by the rule of this file.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +9,34 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 Rows = Sequence[Mapping[str, float]]
 _NEWEST = 20
 _ENOUGH = 5
-"""Steps before anything is said."""
+"""Steps before anything is said of their means."""
+FLAT_STEPS = 3
+"""Steps whose answers all have one score before that is worth a word."""
+
+
+def flat_reward(metrics: Rows) -> float | None:
+    """The reward of the newest steps if it is flat: all their answers have one score, or their means are the same to
+    0.001. None if it is not, or if there are fewer than FLAT_STEPS, or _ENOUGH for their means.
+    """
+    newest = metrics[-_NEWEST:]
+    scores = [row[key] for row in newest for key in ("reward/min", "reward/max") if key in row]
+    means = [row["reward/mean"] for row in newest if "reward/mean" in row]
+    if len(scores) >= 2 * FLAT_STEPS and min(scores) == max(scores):
+        return scores[0]
+    return means[-1] if len(means) >= _ENOUGH and max(means) - min(means) < 1e-3 else None
 
 
 def advisories(metrics: Rows, config: Mapping[str, object]) -> list[dict[str, str]]:
     """`title` and `advice` of each rule that fires. `config`: values by their full key."""
-    if len(metrics) < _ENOUGH:
-        return []
     newest = metrics[-_NEWEST:]
 
     def mean(key: str, default: float = 0.0) -> float:
         values = [row[key] for row in newest if key in row]
         return sum(values) / len(values) if values else default
 
-    found = [*_of_reward(metrics, newest, mean), *_of_time(mean), *_of_policy(mean, config)]
+    found = list(_of_reward(metrics, newest, mean))
+    if len(metrics) >= _ENOUGH:
+        found += [*_of_time(mean), *_of_policy(mean, config)]
     return [{"title": title, "advice": advice} for title, advice in found]
 
 
@@ -28,14 +44,13 @@ Mean = Callable[..., float]
 
 
 def _of_reward(metrics: Rows, newest: Rows, mean: Mean) -> Iterator[tuple[str, str]]:
-    rewards = [row["reward/mean"] for row in newest if "reward/mean" in row]
-    if rewards and max(rewards) - min(rewards) < 1e-3:
+    if (reward := flat_reward(metrics)) is not None:
         yield (
-            f"The reward is flat at {rewards[-1]:.3f}",
+            f"The reward is flat at {reward:.3f}",
             "Read some answers below: does the reward find what it looks for? Groups whose answers all score the same "
             "teach nothing; easier prompts, a partial score or a higher temperature give them something to compare.",
         )
-    elif len(metrics) >= 2 * _NEWEST and rewards:
+    elif len(metrics) >= 2 * _NEWEST and any("reward/mean" in row for row in newest):
         first = [row["reward/mean"] for row in metrics[:_NEWEST] if "reward/mean" in row]
         if first and mean("reward/mean") < sum(first) / len(first) - 0.05:
             yield (
@@ -43,6 +58,8 @@ def _of_reward(metrics: Rows, newest: Rows, mean: Mean) -> Iterator[tuple[str, s
                 "Compare correction/kl and trainer/grad_norm with the first steps; lower the learning rate, or go back "
                 "to a checkpoint before the fall.",
             )
+    if len(metrics) < _ENOUGH:
+        return
     truncated = mean("response/truncated")
     if truncated > 0.2:
         yield (

@@ -66,12 +66,12 @@ class ComparingActor:
         """Of the trainer's own policy: other numbers than the engines'."""
         return rows.mask * (-2.0 - rows.tokens % 7)
 
-    async def update_policy(self, rows: PolicyRows, step: int) -> Mapping[str, float]:
+    async def update_policy(self, rows: PolicyRows, step: int) -> tuple[Mapping[str, float], None]:
         """Nothing is learned; every row is compared."""
         samples = [(group, sample) for group in self.groups for sample in group.samples]
         if len(samples) != len(rows.lengths):
             self._watch.report(13, f"step {step} trains {len(rows.lengths)} rows of {len(samples)} samples")
-            return {}
+            return {}, None
         assert rows.proximal_logprobs is not None
         got = {
             "tokens": rows.tokens,
@@ -90,8 +90,8 @@ class ComparingActor:
                     self._watch.report(
                         13, f"step {step}: {name} of sample {sample.sample_id} are {row}, expected {expected[name]}"
                     )
-                    return {}
-        return {"loss": 0.0}
+                    return {}, None
+        return {"loss": 0.0}, None
 
     def _expected(self, group: Group, number: int, step: int) -> dict[str, list[float]]:
         """What a row must hold, by name of its tensor."""

@@ -37,6 +37,7 @@ _POLICY_FIELDS = (
     "policy_mask",
     "cross_entropy_mask",
     "reference_kl_mask",
+    "kept",
 )
 
 

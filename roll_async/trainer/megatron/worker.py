@@ -186,8 +186,11 @@ class MegatronWorker:
 
     # Training
 
-    def update_policy(self, share: DataParallelShard, step: int) -> dict[str, float]:
-        """One optimizer step per mini-batch, in row order, `ppo_epochs` times over the batch."""
+    def update_policy(self, share: DataParallelShard, step: int) -> tuple[dict[str, float], Tensor | None]:
+        """One optimizer step per mini-batch, in row order, `ppo_epochs` times over the batch. Metrics; of the share's k
+        kept rows also the [k,T] float32 entropies of the first epoch, NaN outside of the mask, from one of the ranks
+        with the same share, as of `compute_logprobs`.
+        """
         settings = self._settings.loss
         assert settings is not None, "a role without a loss cannot train"
         self._check_experts(share)
@@ -195,10 +198,15 @@ class MegatronWorker:
         def loss_for(denominators: Mapping[str, Denominators]) -> LossOfMicroBatch:
             def loss_of(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
                 current = self._runner.logprobs(batch, output, with_entropy=True)
+                if kept is not None and len(results) < len(share.mini_batches):
+                    assert current.entropy is not None
+                    # Copied after the step: here the host would wait for the device.
+                    entropies.append((batch.rows, current.entropy.detach()))
                 return policy_loss(batch.fields, batch.mask, current, settings, denominators)
 
             return loss_of
 
+        kept, entropies = share.rows.fields.get("kept"), list[tuple[Tensor, Tensor]]()
         results, began_s = [], time.perf_counter()
         parts = [part for _ in range(settings.ppo_epochs) for part in share.mini_batches]
         for part, rate in zip(parts, self._schedule.rates(len(parts)), strict=True):
@@ -207,7 +215,13 @@ class MegatronWorker:
             result["trainer/copied_rows_share"] = part.copied_rows_share
             results.append(result)
         used = self._use_of_device(share, settings.ppo_epochs, time.perf_counter() - began_s)
-        return {**_mean_of(results, "trainer"), **used}
+        metrics = {**_mean_of(results, "trainer"), **used}
+        if kept is None or not ranks.is_reporting_rank():
+            return metrics, None
+        found = torch.full(share.rows.mask.shape, torch.nan)
+        for rows, values in entropies:
+            found[rows, : values.shape[1]] = values.float().cpu()
+        return metrics, found.masked_fill(~share.rows.mask, torch.nan)[kept]
 
     def _use_of_device(self, share: DataParallelShard, epochs: int, seconds: float) -> dict[str, float]:
         """What this rank's device did in a step, as its share of what the ranks with the same rows did."""

@@ -185,10 +185,11 @@ async def looked_at(tab):
     assert await tab.value("document.querySelectorAll('.tokens .turn').length") == 3, "two turns and a tool's answer"
     backgrounds = "[...document.querySelectorAll('.tokens [data-token]')].map(span => span.style.background)"
     seen = set()
-    for by in ("mask", "version", "ratio", "surprise", "advantage"):
+    for by in ("mask", "version", "ratio", "surprise", "entropy", "advantage"):
         await tab.value(f"$('colour').value = '{by}'; $('colour').dispatchEvent(new Event('change'))")
         seen.add(json.dumps(await tab.value(backgrounds)))
-    assert len(seen) == 5 and all("color-mix" in one for one in seen)
+        assert "no such values" not in await tab.value("document.querySelector('.scale').textContent")
+    assert len(seen) == 6 and all("color-mix" in one for one in seen)
     await tab.value("document.querySelectorAll('.branches button')[1].click()")
     assert await tab.value("document.querySelector('.branches button.chosen').textContent") == "branch 2"
     assert await tab.value("document.title") != "harmed" and await tab.value("document.images.length") == 0

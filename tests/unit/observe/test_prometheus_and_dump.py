@@ -84,6 +84,14 @@ def test_the_advantage_of_a_line_is_the_mean_over_its_sampled_tokens(build):
     assert [line["advantage"] for line in sample_rows([group])] == [None, None], "nothing was trained"
 
 
+def test_a_line_has_the_entropy_of_each_token_that_was_trained_and_none_where_none_was(build):
+    group = build.group(scores=(1.0, 0.0))
+    told = array("f", [0.5, math.nan])
+    first, second = sample_rows([group], entropies=[told, array("f", [math.nan] * 2)])
+    assert (first["entropies"], second["entropies"]) == ([0.5, None], None)
+    assert sample_rows([group])[0]["entropies"] is None
+
+
 def test_a_line_has_the_advantage_and_the_trainers_log_prob_of_each_token_where_they_differ(build):
     group = build.group(scores=(1.0, 0.0))
     row = build.sample(group.prompt, ids=(7, 8, 9), loss_mask=bytes((1, 0, 1)))

@@ -8,9 +8,12 @@ import time
 import pytest
 
 from roll_async.cli import main
+from roll_async.observe.progress import Screen
 from roll_async.observe.reading.advisories import advisories
 from roll_async.observe.reading.run_reader import RunReader, config_differences, visible, who_waits
 from roll_async.observe.reading.sample_index import SampleFilter, SampleIndex
+from roll_async.observe.recorder import REQUIRED_KEYS, Recorder
+from roll_async.observe.run_folder import RunFolder
 from tests.unit.observe.written_run import HOSTILE, metrics_of, write_run
 
 
@@ -146,6 +149,22 @@ def test_each_advisory_is_for_what_it_says_and_a_healthy_run_has_none():
     assert [found["title"] for found in advisories(rows, {})] == ["75% of the groups are filtered out"]
     falling = [metrics_of(step) | {"idle/trainer": 0.1, "reward/mean": 1 - step / 60} for step in range(1, 50)]
     assert [found["title"] for found in advisories(falling, {})] == ["The reward is lower than at the start"]
+
+
+def test_a_flat_reward_is_one_rule_for_the_run_itself_and_for_its_page(tmp_path, caplog):
+    """The run warns at its third step; its page says the same from then on."""
+    for name, scores in {"flat": (0.5, 0.5, 0.5), "varied": (0.0, 1.0, 0.5), "two steps": (0.5, 0.5)}.items():
+        caplog.clear()
+        folder = RunFolder(str(tmp_path), name)
+        recorder = Recorder(folder, [], Screen(9), logging_steps=9)
+        for step, score in enumerate(scores, start=1):
+            known = {"reward/mean": score, "reward/min": score, "reward/max": score, "response/truncated": 0.0}
+            recorder.step(step, dict.fromkeys(REQUIRED_KEYS, 0.0) | known)
+        recorder.close()
+        warned = [r.getMessage().split(":")[0] for r in caplog.records if "reward" in r.getMessage()]
+        assert warned == (["the reward is flat"] if name == "flat" else [])
+        found = [found["title"] for found in RunReader(folder.path).about()["advisories"]]
+        assert found == (["The reward is flat at 0.500"] if name == "flat" else [])
 
 
 def test_who_waits_is_told_of_the_newest_steps():

@@ -93,7 +93,8 @@ def write_run(output, name="run", steps=20, *, learning_rate="1e-6", state="fini
         rows = [sample for group in groups for sample in group.samples]
         advantages = [array("f", [row.reward.score - 0.5] * len(row.loss_mask)) for row in rows]
         logprobs = [array("f", [p + rng.gauss(0, 0.1) for p in row.behaviour_logprobs]) for row in rows]
-        dump.write(step, lambda n, *, of=(groups, advantages, logprobs): sample_rows(*of, n))
+        entropies = [array("f", [rng.random() if mask else math.nan for mask in row.loss_mask]) for row in rows]
+        dump.write(step, lambda n, *, of=(groups, advantages, logprobs, entropies): sample_rows(*of, n))
         for engine in ("actor_infer-0", "actor_infer-1"):
             for slot in range(4):
                 begin = 3.0 * step + rng.random()

@@ -185,10 +185,11 @@ class Run:
         self.learned.append((step, [int(g.prompt.row_id) for g in groups]))
         await asyncio.sleep(self.collation_s + self.roles_s + self.learn_s * len(groups) / 4)
         metrics = {"trainer/loss": float(len(self.learned)), "trainer/optimizer_steps": 1.0, "correction/rho_max": 2.0}
+        values = tuple(array("f", [2 * group.group_id + i]) for group in groups for i in range(2))
         return StepReport(
             metrics=metrics, logprobs_s=1.0, train_s=2.0, collation_s=self.collation_s, roles_s=self.roles_s,
             num_samples=2 * len(groups), num_tokens=40,
-            advantages=tuple(array("f", [2 * group.group_id + i]) for group in groups for i in range(2)),
+            advantages=values, entropies=values,
         )  # fmt: skip
 
     async def score(self, rows):

@@ -313,7 +313,7 @@ def test_the_parts_of_a_step_are_merged_by_samples():
         return StepReport(
             metrics=metrics, logprobs_s=1.0, train_s=2.0, collation_s=0.5, roles_s=0.25, turn_s=0.125,
             num_samples=samples, num_tokens=10, advantages=(array("f", [samples]),) * samples,
-            trainer_logprobs=(array("f", [-samples]),) * samples,
+            trainer_logprobs=(array("f", [-samples]),) * samples, entropies=(array("f", [2 * samples]),) * samples,
         )  # fmt: skip
 
     peak = "memory/trainer_peak_bytes"
@@ -324,6 +324,7 @@ def test_the_parts_of_a_step_are_merged_by_samples():
     assert (merged.collation_s, merged.roles_s, merged.turn_s) == (1.0, 0.5, 0.25)
     assert [row.tolist() for row in merged.advantages] == [[1.0], [3.0], [3.0], [3.0]]
     assert [row.tolist() for row in merged.trainer_logprobs] == [[-1.0], [-3.0], [-3.0], [-3.0]]
+    assert [row.tolist() for row in merged.entropies] == [[2.0], [6.0], [6.0], [6.0]]
     without = replace(report(1), trainer_logprobs=())
     assert merged_reports([report(1), without]).trainer_logprobs == (), "rows are matched by their place"
 
@@ -339,13 +340,14 @@ def test_a_ratio_of_counters_is_published_of_the_step_and_of_the_run_and_not_ove
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_every_row_of_a_step_is_dumped_with_its_own_advantages(run, a_run, parts):
+def test_every_row_of_a_step_is_dumped_with_its_own_advantages_and_entropies(run, a_run, parts):
     done = a_run(steps=2, parts=parts)
     run(done.go())
     assert [step for step, *_ in done.dumped] == [1, 2]
-    for _, groups, advantages, _ in done.dumped:
+    for _, groups, advantages, logprobs, entropies in done.dumped:
         own = [[2.0 * group.group_id + i] for group in groups for i in range(2)]
         assert len(own) == 8 and [row.tolist() for row in advantages] == own
+        assert [row.tolist() for row in entropies] == own and logprobs == ()
 
 
 @pytest.mark.parametrize("every", [2, 3])

@@ -4,14 +4,18 @@ import asyncio
 import dataclasses
 import json
 from array import array
+from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from roll_async.config.api import load
 from roll_async.config.options.advantage_options import advantage_options_class
 from roll_async.config.options.policy_loss_options import KlCovOptions
 from roll_async.config.schema_algorithm import AlgorithmConfig, OverlongBufferConfig
+from roll_async.observe.sample_dump import EVERY_GROUP
+from roll_async.pipelines.metrics import sample_rows
 from roll_async.schema import ExpertRecord, Reward
 from roll_async.simulator.clock import VirtualLoop, run_virtual
 from roll_async.trainer.learner import Learner, LearnerOptions
@@ -44,7 +48,8 @@ class FakeActor(FakeScoring):
     async def update_policy(self, rows, step):
         self.log.append(("actor", f"update {step}"))
         self.rows.append(rows)
-        return {"trainer/loss": 0.25, "trainer/learning_rate": self.rate}
+        entropies = None if rows.kept is None else torch.where(rows.mask & rows.kept[:, None], 1.5, torch.nan)
+        return {"trainer/loss": 0.25, "trainer/learning_rate": self.rate}, entropies
 
 
 class FakeCritic:
@@ -208,6 +213,29 @@ def test_a_step_reports_the_log_probs_of_the_trainer_where_it_has_made_some(buil
         trial = Trial(proximal_logprobs=source, mini_batch_rows=2)
         trial.step(of_lengths(build, (3, 1.0), (1, 0.0)))
         assert trial.report.trainer_logprobs == ()
+
+
+def test_a_step_asks_for_the_entropies_of_the_groups_whose_samples_are_kept(build):
+    groups = [build.group(number, scores=scores) for number, scores in enumerate([(0.5, 0.0), (1.0, 0.5), (0.0, 0.25)])]
+    for kept_groups, kept in ((2, [False, False, True, True, True, True]), (1 << 60, [True] * 6)):
+        trial = Trial(kept_groups=kept_groups)
+        assert trial.step(groups).kept.tolist() == kept
+        asked = [row["entropies"] for row in sample_rows(groups, entropies=trial.report.entropies)]
+        assert asked == [[1.5, 1.5] if one else None for one in kept]
+        told = sample_rows(groups, entropies=trial.report.entropies, num_groups=kept_groups)
+        assert all(row["entropies"] for row in told), "what is written has them"
+    trial = Trial()
+    assert trial.step(groups).kept is None and trial.report.entropies == ()
+
+
+def test_the_number_of_kept_groups_is_that_of_the_folder_that_gets_the_most():
+    config = Path(__file__).resolve().parents[3] / "configs" / "rlvr_config_async_cpu.yaml"
+    for overrides, expected in (
+        ([], 4),
+        (["tracking.samples_per_step=0"], 0),
+        (["tracking.samples_per_step=0", "tracking.rollout_dump_dir=dump"], EVERY_GROUP),
+    ):
+        assert LearnerOptions.of(load(config, overrides)).kept_groups == expected
 
 
 def test_the_actor_replays_the_engines_experts_and_the_reference_does_not(build):

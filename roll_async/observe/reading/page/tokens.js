@@ -45,6 +45,7 @@ const COLOURINGS = {
     of: (row) => row.trainer_logprobs && masked(row, row.trainer_logprobs.map((p, i) => p - row.behaviour_logprobs[i])),
   },
   surprise: { name: "surprise, -log p of the engine", kind: "one", of: (row) => masked(row, row.behaviour_logprobs.map((p) => -p)) },
+  entropy: { name: "entropy of the trainer, nats", kind: "one", of: (row) => row.entropies && masked(row, row.entropies) },
   advantage: {
     name: "advantage", kind: "two",
     of: (row) => masked(row, row.advantages || (row.advantage === null ? null : row.loss_mask.map(() => row.advantage))),
@@ -128,6 +129,7 @@ function trajectory(row, branches, choose) {
     const lines = [`token ${i}: id ${row.response_token_ids[i]}`, sampled ? "sampled and trained" : "not sampled (mask 0)", `version ${versions[i]}`];
     if (sampled) lines.push(`log p, engine  ${number(row.behaviour_logprobs[i], 4)}`);
     if (sampled && row.trainer_logprobs) lines.push(`log p, trainer ${number(row.trainer_logprobs[i], 4)}`);
+    if (sampled && row.entropies) lines.push(`entropy ${number(row.entropies[i])}`);
     if (sampled) lines.push(`advantage ${number(row.advantages ? row.advantages[i] : row.advantage)}`);
     showTip(event, element("span", {}, lines.join("\n")));
   });
@@ -140,7 +142,7 @@ function trajectory(row, branches, choose) {
     trajectory.colouring = select.value;
     const found = colour(spans, row, select.value), kind = COLOURINGS[select.value].kind;
     scale.replaceChildren();
-    if (!found) scale.append("this run has no such values");
+    if (!found) scale.append("this answer has no such values");
     else if (kind === "mask") scale.append(legendBox(colourOf("mask", 1)), "trained", legendBox(colourOf("mask", 0)), "tool, environment or padding");
     else {
       const bound = Math.max(Math.abs(found[0]), Math.abs(found[1]), COLOURINGS[select.value].least || 0);
