@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
@@ -130,8 +130,9 @@ def fake_hub():
             self.send_header("Content-Length", str(len(text)))
             if code:
                 self.send_header("X-Error-Code", code)
-            self.end_headers()
-            self.wfile.write(text)
+            with suppress(ConnectionError):  # of a client that has given up
+                self.end_headers()
+                self.wfile.write(text)
 
         do_GET = do_POST = do_PUT = handle_one
 

@@ -181,14 +181,14 @@ def test_what_cannot_be_published_is_one_line_and_exit_code_2(case, run, hub, tm
 
 
 @pytest.mark.slow
-def test_ctrl_c_while_weights_are_sent_is_130_and_commits_nothing(run):
+def test_ctrl_c_while_weights_are_sent_is_130_and_commits_nothing(run, tmp_path):
+    (tmp_path / "tmp").mkdir()
     with fake_hub() as hub:
         hub.hold = threading.Event()
         env = os.environ | {"HF_ENDPOINT": hub.address, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"}
+        env |= {"HF_HUB_OFFLINE": "", "TMPDIR": str(tmp_path / "tmp")}
         words = [sys.executable, "-m", "roll_async", "publish", str(run), "--repo", "me/adder"]
-        started = subprocess.Popen(
-            words, env={**env, "HF_HUB_OFFLINE": ""}, cwd=ROOT, stderr=subprocess.PIPE, text=True
-        )
+        started = subprocess.Popen(words, env=env, cwd=ROOT, stderr=subprocess.PIPE, text=True)
         try:
             assert hub.on_object.wait(patient(60))
             started.send_signal(signal.SIGINT)
@@ -198,6 +198,7 @@ def test_ctrl_c_while_weights_are_sent_is_130_and_commits_nothing(run):
             started.wait()
         assert started.returncode == 130 and "interrupted; the same command uploads what is missing" in told
         assert "Traceback" not in told and hub.commits == []
+        assert list((tmp_path / "tmp").iterdir()) == []
 
 
 def test_folders_addresses_and_names_in_a_cache_are_not_those_of_the_machine():
@@ -261,6 +262,7 @@ def test_the_card_says_how_the_model_was_made_and_nothing_of_the_machine(run, tm
     assert files["LICENSE"] == b"of the base" and files["reward.png"][:4] == b"\x89PNG"
 
 
+@pytest.mark.slow
 def test_a_text_cannot_end_its_block(run, tmp_path):
     path = run / "samples/step_00000020.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -309,6 +311,7 @@ def test_every_kind_of_run_has_a_card_and_a_config_that_runs_again(config, run, 
     assert config_of(tmp_path / "dry/run_config.yaml").pretrain == "Qwen/Qwen2.5-0.5B"
 
 
+@pytest.mark.slow
 def test_of_a_run_under_way_it_is_the_newest_checkpoint_with_a_model(run, tmp_path, capsys):
     (run / "hf").rename(tmp_path / "hf")
     for step in (5, 10, 15):
@@ -326,6 +329,7 @@ def test_of_a_run_under_way_it_is_the_newest_checkpoint_with_a_model(run, tmp_pa
     assert f"becomes one: roll-async convert {run} {run / 'hf'}" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_adapter_is_published_with_the_name_of_its_base(run, tmp_path, capsys):
     adapter = run / "hf_adapter"
     adapter.mkdir()

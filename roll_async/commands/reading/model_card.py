@@ -48,7 +48,7 @@ _VALIDATED = re.compile(r"validation/(sets/[^/]+/)?(reward|accuracy|loss|rewards
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """That vLLM takes as --max-lora-rank."""
 _FIRST_AND_LAST = 5
-_SAMPLE_CHARACTERS = 1500
+_SAMPLE_CHARACTERS, _TEXTS = 1500, (("Prompt", "prompt"), ("Answer", "response"))
 
 
 def public_text(text: str) -> str:
@@ -93,6 +93,12 @@ def base_of(run: RunReader) -> str | None:
     return name if "/" in name and not name.startswith((".", "modelscope:")) and is_hub_name(name) else None
 
 
+def run_id(run: RunReader) -> str:
+    """Id of a run; `-` where an earlier version gave none."""
+    record = read_record(run.path)
+    return "-" if record is None else record.run_id
+
+
 def write_card(
     folder: Path, run: RunReader, *, repo: str, revision: str | None, base: str | None, step: int, num_samples: int
 ) -> None:
@@ -128,14 +134,14 @@ def _front(folder: Path, run: RunReader, base: str | None, adapter: bool) -> Mod
     """The head of the card. Licence and languages are those of the base's own card, where it came along."""
     from huggingface_hub import ModelCard, ModelCardData
 
-    config, record = run.config, read_record(run.path)
+    config = run.config
     kept, of_base = folder / "README.md", {}
     if kept.is_file():
         with suppress(ValueError, yaml.YAMLError):  # a card that nobody can read says nothing
             of_base = ModelCard.load(kept).data.to_dict()
     inherited = ("license", "license_name", "license_link", "language")
     more: dict[str, Any] = {key: of_base[key] for key in inherited if key in of_base}
-    more[MARK] = record.run_id if record else "-"
+    more[MARK] = run_id(run)
     data = re.findall(r"hf://datasets/([^/]+/[^/]+)", " ".join(_data(run)))
     tags = ["roll_async", _method(run)[1], config.get("algorithm.adv_estimator")]
     return ModelCardData(
@@ -161,29 +167,23 @@ def _data(run: RunReader) -> list[str]:
 def _about(run: RunReader, base: str | None, step: int, rows: Sequence[Mapping[str, float]]) -> str:
     config = run.config
 
-    def of(section: str, key: str) -> list[str]:
-        found = {
-            name.split(".")[1]: value
-            for name, value in config.items()
-            if re.fullmatch(rf"{section}\.[^.]+\.{key}", name)
-        }
-        return [f"{name}: `{value}`" for name, value in found.items()]
+    def of(section: str, key: str) -> str:
+        found = [(name.split("."), value) for name, value in config.items()]
+        return ", ".join(f"{n[1]}: `{v}`" for n, v in found if len(n) == 3 and (n[0], n[2]) == (section, key))
 
     estimator, ratio = config.get("algorithm.adv_estimator"), config.get("async_generation_ratio")
     rank, trained = config.get("actor_train.model_args.lora_rank"), step or (int(rows[-1]["step"]) if rows else 0)
+    method = [_method(run)[0], f"`{estimator}`" if estimator else "", f"LoRA of rank {rank}" if rank else ""]
     said = [
         ("Base model", f"[{base}](https://huggingface.co/{base})" if base else "a local folder"),
-        (
-            "Method",
-            f"{_method(run)[0]}{f', `{estimator}`' if estimator else ''}{f', LoRA of rank {rank}' if rank else ''}",
-        ),
+        ("Method", ", ".join(filter(None, method))),
         ("Steps", f"{trained} of {config.get('max_steps', '-')}"),
         ("Generated ahead", None if ratio is None else f"{ratio:g} batches (`async_generation_ratio`)"),
         ("Data", ", ".join(f"`{name}`" for name in _data(run))),
-        ("Rewards", ", ".join(of("rewards", "type"))),
-        ("Worlds", ", ".join(of("custom_envs", "env_type"))),
+        ("Rewards", of("rewards", "type")),
+        ("Worlds", of("custom_envs", "env_type")),
         ("Learning rate", config.get("actor_train.training_args.learning_rate")),
-        ("Trained with", f"roll_async {__version__}"),
+        ("Software", f"roll_async {__version__}"),
     ]
     return "".join(f"- {name}: {value}\n" for name, value in said if value not in (None, ""))
 
@@ -280,9 +280,7 @@ def _samples(run: RunReader, step: int, count: int) -> str:
     told = []
     for entry, row in zip(chosen, rows, strict=True):
         score = "-" if entry["score"] is None else f"{entry['score']:.3f}"
-        texts = "\n\n".join(
-            _fenced(name, str(row[key])) for name, key in (("Prompt", "prompt"), ("Answer", "response"))
-        )
+        texts = "\n\n".join(_fenced(name, str(row[key])) for name, key in _TEXTS)
         told.append(f"Step {entry['step']}, {entry['domain']}, score {score}\n\n{texts}\n")
     return "## Samples\n\nOf the last step that is kept, not chosen by score.\n\n" + "\n".join(told) if told else ""
 

@@ -9,14 +9,13 @@ import shutil
 import signal
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from roll_async.commands.command_line import EXIT_FINISHED, EXIT_INTERRUPTED, HELP, POSITIVE, bad_usage, print_pairs
-from roll_async.commands.reading.model_card import MARK, base_of, write_card
+from roll_async.commands.reading.model_card import MARK, base_of, run_id, write_card
 from roll_async.observe.reading.run_reader import RunReader
 from roll_async.observe.run_record import read_record
 
@@ -81,38 +80,34 @@ def command(
         base = base or base_of(reader)
         if adapter and base is None:
             raise ValueError("--adapter: the run began with a folder; name that model on the hub with --base-model")
-        card = partial(write_card, run=reader, revision=revision, base=base, step=step, num_samples=samples)
-        if dry_run or output is not None:
-            target = output or run / "hub"
-            if target.exists():
-                raise ValueError(f"{target} exists; remove it, or name another folder with --output")
-            _copy(model, target, base, link=False)
-            card(target, repo=repo)
-            print(f"{target}: what `roll-async publish {run} --repo {repo}` uploads; nothing was uploaded")
-            return EXIT_FINISHED
-        api = HfApi()
-        get_session().timeout = timeout  # the client has none of its own
-        repo = _named(api, repo)
-        there = _check(api, repo, revision, _run_id(reader), private=private, replace=replace, timeout=timeout)
-        with tempfile.TemporaryDirectory() as folder:
-            target = Path(folder) / repo.rpartition("/")[2]
-            _copy(model, target, base, link=True)
-            card(target, repo=repo)
+        api, target, there = HfApi(), output or (run / "hub" if dry_run else None), False
+        if target is None:
+            get_session().timeout = timeout  # the client has none of its own
+            repo = _named(api, repo)
+            there = _check(api, repo, revision, run_id(reader), private=private, replace=replace, timeout=timeout)
+        elif target.exists():
+            raise ValueError(f"{target} exists; remove it, or name another folder with --output")
+        else:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        # On the disk of the target, where it becomes it by a rename: an interrupt leaves no half of a folder.
+        with tempfile.TemporaryDirectory(dir=target and target.parent) as place:
+            folder = Path(place) / repo.rpartition("/")[2]
+            _copy(model, folder, base, link=target is None)
+            write_card(folder, reader, repo=repo, revision=revision, base=base, step=step, num_samples=samples)
+            if target is not None:
+                folder.rename(target)
+                print(f"{target}: what `roll-async publish {run} --repo {repo}` uploads; nothing was uploaded")
+                return EXIT_FINISHED
             api.create_repo(repo, private=private or None, exist_ok=True)
             if revision:
                 api.create_branch(repo, branch=revision, exist_ok=True)
-            done = _upload(api, target, repo, revision, delete=_OF_FORMER_MODELS if there else None)
+            done = _upload(api, folder, repo, revision, delete=_OF_FORMER_MODELS if there else None)
     except HTTPError as error:
         return bad_usage("publish", ValueError(_told(error, repo)))
     except (ValueError, OSError) as error:
         return bad_usage("publish", ValueError(str(error).strip().splitlines()[0]))
     print_pairs([("published", f"{api.endpoint}/{repo}"), ("model", f"{model}, step {step or '?'}"), ("commit", done)])
     return EXIT_FINISHED
-
-
-def _run_id(run: RunReader) -> str:
-    record = read_record(run.path)
-    return "-" if record is None else record.run_id
 
 
 def _model_of(run: RunReader, name: str) -> tuple[Path, int]:
@@ -178,7 +173,7 @@ def _named(api: HfApi, repo: str) -> str:
 
 
 def _check(
-    api: HfApi, repo: str, revision: str | None, run_id: str, *, private: bool, replace: bool, timeout: float
+    api: HfApi, repo: str, revision: str | None, own: str, *, private: bool, replace: bool, timeout: float
 ) -> bool:
     """Whether the branch has files. Raises ValueError where they, or who may read them, are not what is expected."""
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
@@ -196,7 +191,7 @@ def _check(
         return False
     files = sorted({file.rfilename for file in info.siblings or ()} - {".gitattributes"})
     marked = info.card_data.to_dict().get(MARK) if info.card_data else None
-    if files and not replace and (marked is None or marked != run_id or run_id == "-"):
+    if files and not replace and (marked is None or marked != own or own == "-"):
         whose = f"files of run {marked}" if marked else "files that roll-async did not put there"
         raise ValueError(
             f"{repo} has {whose} ({', '.join([*files[:3], *['...'] * (len(files) > 3)])}); --replace commits over "
@@ -211,7 +206,7 @@ def _upload(api: HfApi, folder: Path, repo: str, revision: str | None, delete: l
     def leave(*_: object) -> None:
         # The client's threads finish the files under way before they let an interrupt through, which may be hours.
         print("roll-async publish: interrupted; the same command uploads what is missing", file=sys.stderr, flush=True)
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder.parent, ignore_errors=True)
         os._exit(EXIT_INTERRUPTED)
 
     message, before = f"Model of {folder.name}, published by roll-async", signal.signal(signal.SIGINT, leave)
