@@ -38,6 +38,7 @@ COMMANDS = {
     "compare": ("roll_async.commands.reading.compare", "two runs: metrics at equal steps, and their configs"),
     "samples": ("roll_async.commands.reading.samples", "answers that a run keeps, the best or the worst first"),
     "scale": ("roll_async.commands.scale", "more or fewer engine replicas for a run under way"),
+    "publish": ("roll_async.commands.reading.publish", "the model of a run on the Hugging Face hub, with a model card"),
     "convert": ("roll_async.commands.convert", "Hugging Face <-> Megatron checkpoints"),
     "eval": ("roll_async.commands.eval", "the validation of a config, of a model folder, a checkpoint or an address"),
     "rollout": ("roll_async.commands.rollout", "the worlds of an agentic config and a fixed model, without training"),

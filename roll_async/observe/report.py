@@ -11,31 +11,35 @@ Metrics = dict[str, float]
 
 
 def draw(metrics: Sequence[Metrics], path: Path, title: str) -> None:
-    """Reward, throughput and staleness over steps as a PNG."""
+    """Reward, throughput and staleness over steps as a PNG; of a run without engines loss and throughput."""
     import matplotlib
 
     matplotlib.use("Agg")  # before pyplot is imported, which would choose one for a display
     from matplotlib import pyplot
 
-    steps = [m["step"] for m in metrics]
-    figure, axes = pyplot.subplots(3, 1, figsize=(8, 8), sharex=True, height_ratios=(3, 2, 2))
-    reward = [m["reward/mean"] for m in metrics]
-    axes[0].plot(steps, reward, color="tab:blue", alpha=0.35, linewidth=1, label="per step")
-    axes[0].plot(steps, _smooth(reward, 5), color="tab:blue", linewidth=2, label="mean of 5")
-    validated = [(m["step"], m["validation/accuracy"]) for m in metrics if "validation/accuracy" in m]
+    steps, with_engines = [m["step"] for m in metrics], "reward/mean" in metrics[0]
+    trained, held_out = ("reward/mean", "accuracy") if with_engines else ("trainer/loss", "loss")
+    heights = (3, 2, 2) if with_engines else (3, 2)
+    figure, axes = pyplot.subplots(len(heights), 1, figsize=(8, 8), sharex=True, height_ratios=heights)
+    values = [m[trained] for m in metrics]
+    axes[0].plot(steps, values, color="tab:blue", alpha=0.35, linewidth=1, label="per step")
+    axes[0].plot(steps, _smooth(values, 5), color="tab:blue", linewidth=2, label="mean of 5")
+    validated = [(m["step"], m[f"validation/{held_out}"]) for m in metrics if f"validation/{held_out}" in m]
     if validated:
-        axes[0].plot(*zip(*validated, strict=True), "o", color="tab:orange", markersize=4, label="validation accuracy")
-    axes[0].set_ylabel("reward")
-    axes[0].legend(loc="lower right")
+        label = f"validation {held_out}"
+        axes[0].plot(*zip(*validated, strict=True), "o", color="tab:orange", markersize=4, label=label)
+    axes[0].set_ylabel("reward" if with_engines else "loss")
+    axes[0].legend(loc="lower right" if with_engines else "upper right")
     axes[1].plot(steps, [m["throughput/samples_per_s"] for m in metrics], color="tab:green")
     axes[1].set_ylabel("samples / s")
     axes[1].set_ylim(bottom=0)
-    axes[2].plot(steps, [m["staleness/mean"] for m in metrics], color="tab:red", label="mean")
-    axes[2].step(steps, [m["staleness/max"] for m in metrics], color="tab:red", alpha=0.4, where="mid", label="max")
-    axes[2].set_ylabel("staleness (versions)")
-    axes[2].set_ylim(bottom=0)
-    axes[2].legend(loc="upper right")
-    axes[2].set_xlabel("training step")
+    if with_engines:
+        axes[2].plot(steps, [m["staleness/mean"] for m in metrics], color="tab:red", label="mean")
+        axes[2].step(steps, [m["staleness/max"] for m in metrics], color="tab:red", alpha=0.4, where="mid", label="max")
+        axes[2].set_ylabel("staleness (versions)")
+        axes[2].set_ylim(bottom=0)
+        axes[2].legend(loc="upper right")
+    axes[-1].set_xlabel("training step")
     for axis in axes:
         axis.grid(alpha=0.25)
     axes[0].set_title(title)

@@ -150,7 +150,7 @@ def model_folder(key: str, model: str) -> str:
     def get(cached: bool) -> str:
         return snapshot_download(model, allow_patterns=list(_MODEL_FILES), local_files_only=cached)
 
-    return _asked(f"{key}: {model}", f"hf download {model}", get, _is_complete)
+    return _asked(f"{key}: {model}", f"hf download {model}", get, is_complete)
 
 
 @cache
@@ -194,7 +194,7 @@ def _asked(name: str, remedy: str, get: Callable[[bool], str], is_complete: Call
         ) from error
 
 
-def _is_complete(folder: str) -> bool:
+def is_complete(folder: str) -> bool:
     """Whether a cached snapshot holds a model: its config and all its weights."""
     path = Path(folder)
     index = path / "model.safetensors.index.json"
