@@ -61,12 +61,17 @@ _KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRE
 """For glibc, of processes that compute on the CPU: the tensors of a step are as large as those of the one before, and
 memory that goes back to the system in between is fetched and zeroed again, page by page. The first is glibc's maximum.
 """
+_YIELD_CORES = {"GOMP_SPINCOUNT": "1000"}
+"""For libgomp, of the same processes: turns that a thread waits for the others of its process before it sleeps. This is
+its own count where it knows of more threads than cores, but it knows of its process alone. With its 300,000 a step of two
+threads beside other work takes four times as long and four times the core-seconds (docs_roll/benchmarks.md).
+"""
 
 
 def process_env(placement: ProcessPlacement, granted: GrantedNode | None) -> dict[str, str]:
     """Environment that confines a process to its devices and threads, set before any library is imported."""
     if granted is None:
-        threads, devices = placement.num_threads, {"CUDA_VISIBLE_DEVICES": "", **_KEEP_FREED_MEMORY}
+        threads, devices = placement.num_threads, {"CUDA_VISIBLE_DEVICES": "", **_KEEP_FREED_MEMORY, **_YIELD_CORES}
     else:
         visible = ",".join(granted.devices[gpu] for gpu in placement.gpu_ids)
         threads = granted.num_threads

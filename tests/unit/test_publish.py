@@ -105,7 +105,7 @@ def test_files_that_are_not_of_the_run_stay_unless_the_user_says_otherwise(run, 
     hub.add("me/adder", theirs)
     assert publish(run) == 2 and on_hub(hub) == theirs and hub.commits == []
     told = capsys.readouterr().err
-    assert told.count("\n") == 1 and "files that roll-async did not put there (README.md, " in told
+    assert told.count("\n") == 1 and "files of no run (README.md, " in told
     assert "--replace" in told
     assert publish(run, "--revision", "rl") == 0 and on_hub(hub) == theirs, "a new branch is of nobody"
     assert "README.md" in on_hub(hub, branch="rl") and 'revision="rl"' in on_hub(hub, branch="rl")["README.md"].decode()

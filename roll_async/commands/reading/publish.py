@@ -192,7 +192,7 @@ def _check(
     files = sorted({file.rfilename for file in info.siblings or ()} - {".gitattributes"})
     marked = info.card_data.to_dict().get(MARK) if info.card_data else None
     if files and not replace and (marked is None or marked != own or own == "-"):
-        whose = f"files of run {marked}" if marked else "files that roll-async did not put there"
+        whose = f"files of run {marked}" if marked else "files of no run"
         raise ValueError(
             f"{repo} has {whose} ({', '.join([*files[:3], *['...'] * (len(files) > 3)])}); --replace commits over "
             "them, and its history keeps them; or name another --repo or --revision"

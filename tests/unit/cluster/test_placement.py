@@ -62,7 +62,8 @@ def test_a_process_sees_the_devices_that_the_scheduler_gave_and_no_others():
     assert half.granted("10.0.0.2", ["GPU-b", "GPU-a"], 2).devices == {6: "GPU-b", 7: "GPU-a"}
     assert half.granted("10.0.0.2", ["10", "9"], 2).devices == {6: "9", 7: "10"}, "numbers, not texts"
     on_cpu = process_env(ProcessPlacement(index=0, node=0, gpu_ids=(), num_threads=3), None)
-    confined = {name: value for name, value in on_cpu.items() if not name.startswith("MALLOC_")}
+    assert int(on_cpu["GOMP_SPINCOUNT"]) <= 1000, "a thread that waits leaves its core to the other roles"
+    confined = {name: value for name, value in on_cpu.items() if not name.startswith(("MALLOC_", "GOMP_"))}
     assert confined == {"OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "3", "CUDA_VISIBLE_DEVICES": ""}
 
 
