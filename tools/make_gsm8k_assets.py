@@ -8,8 +8,8 @@ A byte-level BPE tokenizer is trained on the file. Nothing is downloaded.
 `--source bundled`, by default into output/word_problems: the word problems of `tools/make_math_rows.py` in GSM8K's
 columns (train.jsonl, validation.jsonl), and chats in which a careless pupil solves them (sft.jsonl,
 sft_validation.jsonl), for `configs/sft_word_problems_cpu.yaml` and `rlvr_word_problems_cpu.yaml`. The pupil adds where
-something is taken away and the other way round half of the time, and gets some products wrong: what is learned from it
-has the form of a solution, and reinforcement learning has to turn a habit.
+something is taken away and the other way round half of the time: what is learned from it has the form of a solution,
+and reinforcement learning has to turn a habit.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from tools.make_math_rows import BUNDLED, word_problems
 VOCABULARY = 2048
 HELD_OUT = 100
 """Problems of the 900 that no row of training has."""
-TOLD, SWAPPED, WRONG_PRODUCTS = 10, 0.5, 0.1
-"""Times that the pupil solves each problem; shares of its mistakes."""
+TOLD, SWAPPED = 10, 0.5
+"""Times that the pupil solves each problem; share of its mistakes."""
 
 
-def solution(a: int, b: int, product: int, c: int) -> str:
-    """`a * b + c` in GSM8K's way, with this product, right or wrong: steps, then `#### N`."""
-    return f"{a} * {b} = {product}\n{product} {'-' if c < 0 else '+'} {abs(c)} = {product + c}\n#### {product + c}"
+def solution(a: int, b: int, c: int) -> str:
+    """`a * b + c` in GSM8K's way: steps, then `#### N`."""
+    total = a * b + c
+    return f"{a} * {b} = {a * b}\n{a * b} {'-' if c < 0 else '+'} {abs(c)} = {total}\n#### {total}"
 
 
 def write_problems(folder: Path) -> None:
@@ -45,12 +46,11 @@ def write_problems(folder: Path) -> None:
     problems = list(word_problems())
     rng.shuffle(problems)
     for ending, part in (("_validation", problems[:HELD_OUT]), ("", problems[HELD_OUT:])):
-        rows = [{"question": text, "answer": solution(a, b, a * b, c)} for text, (a, b, c) in part]
+        rows = [{"question": text, "answer": solution(*numbers)} for text, numbers in part]
         write_lines(folder / f"{ending.removeprefix('_') or 'train'}.jsonl", rows)
         chats = []
         for text, (a, b, c) in part * TOLD:
-            product = a * b + (rng.choice((-10, -1, 1, 10)) if rng.random() < WRONG_PRODUCTS else 0)
-            said = solution(a, b, product, -c if rng.random() < SWAPPED else c)
+            said = solution(a, b, -c if rng.random() < SWAPPED else c)
             chats.append({"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": said}]})
         write_lines(folder / f"sft{ending}.jsonl", chats)
 

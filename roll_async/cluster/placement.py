@@ -63,8 +63,8 @@ memory that goes back to the system in between is fetched and zeroed again, page
 """
 _YIELD_CORES = {"GOMP_SPINCOUNT": "1000"}
 """For libgomp, of the same processes: turns that a thread waits for the others of its process before it sleeps. This is
-its own count where it knows of more threads than cores, but it knows of its process alone. With its 300,000 a step of two
-threads beside other work takes four times as long and four times the core-seconds (docs_roll/benchmarks.md).
+its own count where it knows of more threads than cores, but it knows of its process alone. With its 300,000 a step of
+two threads beside other work takes four times as long and four times the core-seconds (docs_roll/benchmarks.md).
 """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -91,10 +92,18 @@ def summary_without_engines(metrics: Sequence[Metrics], rows: Sequence[tuple[str
 
 
 def _aligned(table: Sequence[tuple[str, str]]) -> str:
-    width = max(len(name) for name, _ in table)
-    return "\n".join(f"  {name.ljust(width)}  {value}" for name, value in table)
+    """Long values go on below their beginning; a path is left whole."""
+    names = max(len(name) for name, _ in table) + 4
+    below = "\n" + " " * names
+    wrapped = [
+        (name, textwrap.wrap(value, _COLUMNS - names, break_long_words=False, break_on_hyphens=False))
+        for name, value in table
+    ]
+    return "\n".join(f"  {name.ljust(names - 2)}{below.join(lines)}" for name, lines in wrapped)
 
 
+_COLUMNS = 100
+"""Of the closing table: run.log has the same one, whatever the terminal is."""
 _CAUSES = {
     "idle/trainer_rollouts": "answers", "idle/trainer_rewards": "scores", "idle/trainer_roles": "reference or teacher",
     "idle/trainer_collation": "tensors", "idle/trainer_weights": "pushes", "idle/trainer_validation": "validation",

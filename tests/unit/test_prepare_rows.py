@@ -121,7 +121,7 @@ def test_the_prompts_of_the_first_config_are_made_from_a_file_or_without_one(tmp
 
 
 def test_a_careless_pupil_solves_word_problems_and_validation_asks_none_that_was_trained(tmp_path):
-    from tools.make_gsm8k_assets import SWAPPED, WRONG_PRODUCTS, write_problems
+    from tools.make_gsm8k_assets import SWAPPED, write_problems
 
     write_problems(tmp_path)
     read = {name: list(map(json.loads, (tmp_path / f"{name}.jsonl").read_text().splitlines())) for name in (
@@ -135,4 +135,4 @@ def test_a_careless_pupil_solves_word_problems_and_validation_asks_none_that_was
     assert trained == {row["question"] for row in read["train"]} and len(trained) == 800
     assert held_out == {row["question"] for row in read["validation"]} and not trained & held_out
     right = [answers[row["messages"][0]["content"]] == row["messages"][1]["content"] for row in read["sft"]]
-    assert abs(sum(right) / len(right) - (1 - SWAPPED) * (1 - WRONG_PRODUCTS)) < 0.03
+    assert abs(sum(right) / len(right) - (1 - SWAPPED)) < 0.03

@@ -117,9 +117,11 @@ def test_the_first_step_after_a_start_has_its_metrics_its_spans_and_a_row_of_the
         f"actor_infer-0 {p}" for p in ("process", "imports", "load")
     }
     first |= {"start/total_s": 9.0, "start/actor_train/process_s": 1.0, "start/actor_train/load_s": 6.0}
-    (row,) = [line for line in summary([first, second], []).splitlines() if line.startswith("  start ")]
-    shown = row.split(maxsplit=1)[1]
-    assert shown == "9 s: actor_train 7 (process 1, load 6); actor_infer-0 0 (process 0, imports 0, load 0)"
+    said = summary([first, second], [("model", "/a/folder/" + "x" * 90)])
+    row = "start 9 s: actor_train 7 (process 1, load 6); actor_infer-0 0 (process 0, imports 0, load 0) model /a"
+    assert row in " ".join(said.split())
+    *told, path = said.splitlines()
+    assert max(map(len, told)) <= 100 and path.endswith("x" * 90), "a path can be copied as a whole"
     assert "  start " not in summary([second], [])
 
 
