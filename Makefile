@@ -51,7 +51,7 @@ demo-agentic: setup
 	$(PY) examples/start_agentic_pipeline.py --config agentic_calculator_cpu.yaml
 
 # Three files at a time keep two cores busy: runs also wait. In order: the long ones of tests/cluster first.
-SUITE  := -m pytest tests -n 3 --dist loadfile --no-loadscope-reorder
+SUITE  := -m pytest tests -n 3 --dist loadfile --no-loadscope-reorder --durations=40 --durations-min=5
 
 test: setup
 	@$(PY) $(SUITE) -m "not long"
