@@ -8,7 +8,7 @@ A byte-level BPE tokenizer is trained on the file. Nothing is downloaded.
 `--source bundled`, by default into output/word_problems: the word problems of `tools/make_math_rows.py` in GSM8K's
 columns (train.jsonl, validation.jsonl), and chats in which a careless pupil solves them (sft.jsonl,
 sft_validation.jsonl), for `configs/sft_word_problems_cpu.yaml` and `rlvr_word_problems_cpu.yaml`. The pupil adds where
-something is taken away and the other way round half of the time: what is learned from it has the form of a solution,
+something is taken away, or the other way round, in 3 of 10 solutions: what is learned from them has the form of one,
 and reinforcement learning has to turn a habit.
 """
 
@@ -30,7 +30,7 @@ from tools.make_math_rows import BUNDLED, word_problems
 VOCABULARY = 2048
 HELD_OUT = 100
 """Problems of the 900 that no row of training has."""
-TOLD, SWAPPED = 10, 0.5
+TOLD, SWAPPED = 10, 0.3
 """Times that the pupil solves each problem; share of its mistakes."""
 
 

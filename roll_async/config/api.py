@@ -104,7 +104,9 @@ def _stop_of_engines(root: Node, pipeline: str) -> None:
     engines = find_resolved(root, ("actor_infer",))
     kind, _ = kind_of(root, None)
     if engines is not None and engines.value is not None and kind not in ("sft", "dpo"):
-        message = f"{pipeline} trains on given rows, without engines; this config is {kind}: roll-async run starts it"
+        message = (
+            f"{pipeline} has no engines: remove it; or is this a config of a run with them ({kind}): roll-async run"
+        )
         raise ConfigError((diagnostic("C019", "actor_infer", engines, message),))
 
 

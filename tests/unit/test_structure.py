@@ -56,7 +56,7 @@ def test_the_loop_is_two_files_from_the_start_script_a_weight_push_three_and_the
 
 
 LIMITS = {
-    "lines": 71_000,
+    "lines": 71_050,
     "classes": 828,
     "dataclasses": 381,
     "protocols": 65,
@@ -155,12 +155,12 @@ def test_a_loss_is_two_files_and_an_estimator_too():
 
 def test_a_config_key_is_named_in_three_files_mostly():
     """Over all keys whose name is no plain word. Names of other programs, which are aliases, do not count, nor does
-    the first config that `roll-async new` writes.
+    the first config that `roll-async new` writes and the card that `publish` writes.
     """
     words = {
         str(path.relative_to(PACKAGE)): set(re.findall(r"\w+", path.read_text()))
         for path in PACKAGE.rglob("*.py")
-        if path.name not in ("names.py", "porting.py", "rename.py", "template.py")
+        if path.name not in ("names.py", "porting.py", "rename.py", "template.py", "model_card.py")
     }
     last = {key.rpartition(".")[2] for kind in (RLVRConfig, AgenticConfig) for key in keys(kind)}
     counts = sorted(sum(key in names for names in words.values()) for key in last if "_" in key)

@@ -3,23 +3,27 @@
     python tools/bench/recipes.py [NAME ...] [--seeds 3] [--output output/recipes] [--figures docs_roll/figures]
                                   [--set KEY=VALUE ...]
 
-A run is `roll-async run --config CONFIG seed=N`, with all its processes; what it needs is made first where it is
-missing. Finished runs are kept in runs.jsonl of the output folder and not repeated, so the script may be stopped and
-started again. The figure of a recipe (`recipe_NAME.png`): reward of the training samples and of the validations, mean
-and standard deviation over seeds. `start` and `end` of the table are the rewards of the first and last three steps.
+A run is `roll-async run --config CONFIG seed=N`, with all its processes (those of `off_policy` start once, by
+`tools/sweep.py`); what it needs is made first where it is missing. Finished runs are kept in runs.jsonl of the output
+folder and not repeated, so the script may be stopped and started again. The figure of a recipe (`recipe_NAME.png`):
+reward of the training samples and of the validations, mean and standard deviation over seeds. `start` and `end` of the
+table are the rewards of the first and last three steps.
+
 Budget: every recipe ends above its start.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +46,9 @@ class Recipe:
     """`needs`: what makes each folder that must be there. `runs`: config and overrides of each curve."""
 
     needs: Mapping[str, Sequence[str]]
-    runs: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    runs: Mapping[str, Sequence[str]]
+    start_once: bool = False
+    """Its runs differ in nothing that shapes a process."""
 
 
 RECIPES = {
@@ -53,20 +59,19 @@ RECIPES = {
     "off_policy": Recipe(
         needs=DEMO_ASSETS,
         runs={
-            loss: (f"rlvr_offpolicy_{loss}_cpu", "max_steps=30", "eval_steps=0", "save_steps=0")
+            loss: (f"rlvr_offpolicy_{loss}_cpu", "max_steps=25", "eval_steps=0", "save_steps=0")
             for loss in ("vanilla", "tis", "cispo", "topr", "kimi15")
         },
+        start_once=True,
     ),
 }
 
 
-def call(*command: str) -> float:
-    """Run it; seconds. Ends the bench with what it printed when it fails."""
-    started = time.perf_counter()
+def call(*command: str) -> None:
+    """Run it. Ends the bench with what it printed when it fails."""
     done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
-    return time.perf_counter() - started
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -74,13 +79,41 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
-def run(name: str, curve: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
-    """One run from the launcher's start to its end; what is kept of it."""
+Start = Callable[[str, Sequence[str]], None]
+"""Runs a config with overrides to its end."""
+
+
+def by_command(config: str, overrides: Sequence[str]) -> None:
+    """As it is typed."""
+    call(*ROLL_ASYNC, "run", "--config", config, *overrides)
+
+
+def in_sweep(stack: ExitStack) -> Start:
+    """Runs whose processes start with the first of them, and end with `stack`."""
+    from roll_async.cluster.runtime import ray_runtime
+    from roll_async.config.api import load
+    from tools.sweep import Sweep
+
+    started: list[Sweep] = []
+
+    def start(config: str, overrides: Sequence[str]) -> None:
+        loaded = load(ROOT / "configs" / f"{config}.yaml", overrides, "rlvr")
+        if not started:
+            runtime = stack.enter_context(ray_runtime(num_processes=4, env={"HF_HUB_OFFLINE": "1"}))
+            started.append(stack.enter_context(Sweep(loaded, runtime)))
+        started[0].run(loaded)
+
+    return start
+
+
+def run(name: str, curve: str, seed: int, start: Start, args: argparse.Namespace) -> dict[str, Any]:
+    """One run from its start to its end; what is kept of it."""
     config, *overrides = RECIPES[name].runs[curve]
     folder, label = Path(args.output).resolve(), f"{curve.replace(' ', '_')}_{seed}"
     given = (*overrides, *args.set, f"seed={seed}", f"output_dir={folder}", f"exp_name={label}")
-    seconds = call(*ROLL_ASYNC, "run", "--config", config, *given)
-    steps = lines(folder / label / "metrics.jsonl")
+    started = time.perf_counter()
+    start(config, given)
+    seconds, steps = time.perf_counter() - started, lines(folder / label / "metrics.jsonl")
     return {
         "recipe": name,
         "curve": curve,
@@ -185,14 +218,15 @@ def main() -> int:
     kept, lost = Path(args.output) / "runs.jsonl", False
     kept.parent.mkdir(parents=True, exist_ok=True)
     names = args.names or [*RECIPES]
-    for seed in range(args.seeds):  # outermost: an unfinished experiment covers all recipes
-        for name in names:
+    with ExitStack() as stack:
+        sweep = in_sweep(stack)
+        for seed, name in itertools.product(range(args.seeds), names):  # an unfinished experiment covers all recipes
             for folder, maker in RECIPES[name].needs.items():
                 if not (ROOT / folder).is_dir():
                     call(*maker)
             for curve in RECIPES[name].runs:
                 if not any((row["curve"], row["seed"]) == (curve, seed) for row in lines(kept)):
-                    row = run(name, curve, seed, args)
+                    row = run(name, curve, seed, sweep if RECIPES[name].start_once else by_command, args)
                     with kept.open("a") as file:
                         print(json.dumps(row), file=file)
                     print(f"{curve}, seed {seed}: {row['seconds']:.0f} s", file=sys.stderr, flush=True)
