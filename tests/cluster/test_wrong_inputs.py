@@ -30,8 +30,8 @@ CONFIGS = {
     "--config CONFIG =3": "'=3' is neither an option nor KEY=VALUE",
     "--config CONFIG --force": "unknown option '--force'",
     "--config CONFIG CONFIG": "is neither an option nor KEY=VALUE",
-    "--config CONFIG pretrain=./nowhere": "model folder ./nowhere does not exist",
-    "--config CONFIG actor_train.data_args.file_name=x.jsonl": "data file x.jsonl does not exist",
+    "--config CONFIG pretrain=./nowhere TRAIN HELD_OUT": "model folder ./nowhere does not exist",
+    "--config CONFIG MODEL actor_train.data_args.file_name=x.jsonl HELD_OUT": "data file x.jsonl does not exist",
     "--config CONFIG async_generation_ratio=-1": "async_generation_ratio: -1 must be >= 0",
     "--config CONFIG async_generation_ratio=nan": "async_generation_ratio: expected float",
     "--config CONFIG algorithm.pg_variant=ppoo": "did you mean 'ppo'?",
@@ -44,7 +44,7 @@ CONFIGS = {
     "--config CONFIG num_return_sequences_in_group=1.5": "expected int, got float 1.5",
     "--config CONFIG actor_train.device_mapping=range(0,": "is not a device list",
     "--config CONFIG tracking.track_with=wandbb": "did you mean 'wandb'?",
-    "--config CONFIG checkpoint.resume_from=nowhere": "nowhere: no such folder",
+    "--config CONFIG MODEL TRAIN HELD_OUT checkpoint.resume_from=nowhere": "nowhere: no such folder",
 }
 """After `roll-async run`."""
 
@@ -127,6 +127,17 @@ def inputs(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def words(demo_assets):
+    """What a word of the tables stands for."""
+    return {
+        "CONFIG": CONFIG,
+        "MODEL": f"pretrain={demo_assets}/model",
+        "TRAIN": f"actor_train.data_args.file_name={demo_assets}/train.jsonl",
+        "HELD_OUT": f"validation.data_args.file_name={demo_assets}/validation.jsonl",
+    }
+
+
 def content(folder):
     """Files, but for the lock that a second start of the same run would find."""
     return sorted(str(path) for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock")
@@ -136,14 +147,14 @@ def content(folder):
     ("typed", "said"),
     [*((f"run {words}".strip(), said) for words, said in CONFIGS.items()), *OTHERS.items()],
 )
-def test_what_is_typed_wrongly_is_one_line_and_makes_nothing(inputs, monkeypatch, capfd, typed, said):
+def test_what_is_typed_wrongly_is_one_line_and_makes_nothing(inputs, words, monkeypatch, capfd, typed, said):
     monkeypatch.chdir(inputs)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     before = content(inputs)
-    assert main([CONFIG if word == "CONFIG" else word for word in typed.split()]) == 2
+    assert main([words.get(word, word) for word in typed.split()]) == 2
     captured = capfd.readouterr()
     lines = (captured.out + captured.err).splitlines()
-    told = [line for line in lines if not re.match(r" *usage: |invalid: ", line)]
+    told = [line for line in lines if not re.match(r" *usage: |invalid: |starting, ", line)]
     assert len(told) == 1, lines
     assert re.search(said, told[0]), told[0]
     assert content(inputs) == before
