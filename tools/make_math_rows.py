@@ -29,21 +29,15 @@ _PROBLEMS = (
 """The answer is a * b, and c more or less."""
 
 
-def word_problems() -> Iterator[tuple[str, tuple[int, int, int]]]:
-    """900 problems, always the same, and of each a, b and c: the answer is a * b + c."""
+def bundled() -> Iterator[Mapping[str, object]]:
+    """900 problems, always the same."""
     for a in range(3, 13):
         for b in range(4, 13):
             for c in range(1, 11):
                 index = a * 7 + b * 3 + c
                 text, sign = _PROBLEMS[index % len(_PROBLEMS)]
                 name = _PEOPLE[index % len(_PEOPLE)]
-                yield text.format(name=name, a=a, b=b, c=c), (a, b, sign * c)
-
-
-def bundled() -> Iterator[Mapping[str, object]]:
-    """Rows of the word problems."""
-    for text, (a, b, c) in word_problems():
-        yield {"question": text, "answer": str(a * b + c)}
+                yield {"question": text.format(name=name, a=a, b=b, c=c), "answer": str(a * b + sign * c)}
 
 
 def reader(least: float, most: float):

@@ -118,21 +118,3 @@ def test_the_prompts_of_the_first_config_are_made_from_a_file_or_without_one(tmp
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert made("--source", str(tmp_path / "nothing.jsonl"))[0] == 2
     assert "without a network: --source bundled" in capsys.readouterr().err
-
-
-def test_a_careless_pupil_solves_word_problems_and_validation_asks_none_that_was_trained(tmp_path):
-    from tools.make_gsm8k_assets import SWAPPED, write_problems
-
-    write_problems(tmp_path)
-    read = {name: list(map(json.loads, (tmp_path / f"{name}.jsonl").read_text().splitlines())) for name in (
-        "train", "validation", "sft", "sft_validation")}  # fmt: skip
-    answers = {row["question"]: row["answer"] for name in ("train", "validation") for row in read[name]}
-    for text, answer in answers.items():
-        product, last = (line.partition(" = ") for line in answer.splitlines()[:2])
-        assert eval(product[0]) == int(product[2]) and eval(last[0]) == int(last[2]), text
-        assert answer.endswith(f"\n#### {last[2]}")
-    trained, held_out = ({row["messages"][0]["content"] for row in read[name]} for name in ("sft", "sft_validation"))
-    assert trained == {row["question"] for row in read["train"]} and len(trained) == 800
-    assert held_out == {row["question"] for row in read["validation"]} and not trained & held_out
-    right = [answers[row["messages"][0]["content"]] == row["messages"][1]["content"] for row in read["sft"]]
-    assert abs(sum(right) / len(right) - (1 - SWAPPED)) < 0.03
