@@ -120,7 +120,7 @@ class OneRank:
     async def compute_logprobs(self, rows):
         return self._worker.compute_logprobs(self._worker.splitter.scoring(rows)[0])
 
-    async def update_policy(self, rows, step: int) -> Mapping[str, float]:
+    async def update_policy(self, rows, step: int) -> tuple[Mapping[str, float], None]:
         return self._worker.update_policy(self._worker.splitter.policy(rows)[0], step)
 
 
