@@ -105,7 +105,7 @@ def _stop_of_engines(root: Node, pipeline: str) -> None:
     kind, _ = kind_of(root, None)
     if engines is not None and engines.value is not None and kind not in ("sft", "dpo"):
         message = (
-            f"{pipeline} has no engines: remove it; or is this a config of a run with them ({kind}): roll-async run"
+            f"{pipeline} has no engines: remove the section, or start this config, which is {kind}, by roll-async run"
         )
         raise ConfigError((diagnostic("C019", "actor_infer", engines, message),))
 

@@ -82,10 +82,7 @@ def load_given(options: GivenOptions) -> list[GivenRow]:
     """
     found: list[GivenRow] = []
     left_out = Counter[str]()
-    try:
-        encoder = _Encoder(options)
-    except ValueError as error:
-        raise ValueError(f"{options.key.removesuffix('.file_name')}.template: {error}") from error
+    encoder = _Encoder(options)
     for where, record in _records(options):
         try:
             if not isinstance(record, dict):
@@ -151,7 +148,11 @@ class _Encoder:
         tokenizer = load_tokenizer(options.tokenizer_folder)
         self._end = EndMarks.of(tokenizer, options.template).own
         tokenizer = told(tokenizer, options.template, options.template_time, options.template_kwargs)
-        self._chats, self._options = ChatEncoder(tokenizer, options.template), options
+        self._options = options
+        try:
+            self._chats = ChatEncoder(tokenizer, options.template)
+        except ValueError as error:
+            raise ValueError(f"{options.key.removesuffix('.file_name')}.template: {error}") from error
 
     def rows(self, record: dict) -> list[GivenRow]:
         """Of a chat or a sample."""

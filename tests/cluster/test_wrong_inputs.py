@@ -100,7 +100,7 @@ OTHERS = {
     "launch --to slurm": "expected one config, got 0",
     "launch nowhere --to slurm": "neither a file here nor a shipped config",
     "sft nowhere": "neither a file here nor a shipped config",
-    "sft CONFIG": r"sft has no engines: .* run with them \(rlvr\): roll-async run",
+    "sft CONFIG": "sft has no engines: .* which is rlvr, by roll-async run",
     "sft sft_demo_cpu max_steps=x": "max_steps: expected int",
     "dpo dpo_demo_cpu beta=-1": "beta: -1 must be > 0",
     "demo max_stepz=1": "unknown key; did you mean 'max_steps'?",

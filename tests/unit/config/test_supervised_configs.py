@@ -57,7 +57,7 @@ def test_the_batch_is_that_of_accumulation_where_none_is_written():
 @pytest.mark.parametrize(
     ("kind", "overrides", "message"),
     [
-        ("sft", [ENGINE], "C019: actor_infer: sft has no engines: remove it"),
+        ("sft", [ENGINE], "C019: actor_infer: sft has no engines: remove the section"),
         ("sft", ["algorithm={}"], "C019: algorithm: is a key of rlvr and agentic configs"),
         ("sft", ["beta=0.1"], "C019: beta: is a key of dpo configs; this one is sft"),
         ("dpo", ["trained_turns=last"], "C019: trained_turns: is a key of sft configs; this one is dpo"),
