@@ -98,10 +98,10 @@ def _sample_dump(
     config: PipelineConfig, stack: AsyncExitStack, observers: tuple[Recorder, RunFolder]
 ) -> SampleDump | None:
     tracking, (recorder, run) = config.tracking, observers
-    folders = {run.path / SAMPLES: tracking.samples_per_step} if tracking.samples_per_step else {}
+    kept = {run.path / SAMPLES: tracking.samples_per_step}
     if (dump := tracking.rollout_dump_dir) is not None:  # may be that folder
-        folders[Path(dump)] = EVERY_GROUP
-    if not folders:
+        kept[Path(dump)] = EVERY_GROUP
+    if not (folders := {folder: groups for folder, groups in kept.items() if groups}):
         return None
     samples = SampleDump(folders, load_tokenizer(config.pretrain).batch_decode, show=recorder.samples)
     stack.callback(samples.close)

@@ -86,6 +86,8 @@ match program:
         assert args[0] in COMMANDS
         if code := main(args) if args[0] in ("validate", "show", "plan") else main([args[0], "--help"]):
             sys.exit(code)
+    case "python" if args == ["-m", "build"]:
+        assert "build-system" in tomllib.loads(Path("pyproject.toml").read_text()), "nothing to build here"
     case _:
         typed(args[0], args[1:])
 print("typed", program, *args)

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from roll_async.config.yaml.diagnostics import MAX_DIAGNOSTICS, ConfigError, Diagnostic, shown
 from roll_async.config.yaml.node import (
@@ -176,7 +177,8 @@ class _Resolver:
             self._names = [n for n, _ in zip((n for n, _ in written(self._root)), range(1000), strict=False)]
         # Only for the first errors: a search compares the name with all others.
         near = closest(name, [n for n in self._names if n != path]) if len(self.errors) < 20 else None
-        hint = f"did you mean '{near}'?" if near else f"at its top it has: {', '.join(self._root.value)}"
+        top = [*islice(self._root.value, 20), *(["..."] if len(self._root.value) > 20 else [])]
+        hint = f"did you mean '{near}'?" if near else f"at its top it has: {', '.join(top)}"
         return self._stop("C011", path, node, f"${{{name}}} names no key of this config; {hint}")
 
     def _unsupported(self, token: str, node: Node, path: str) -> _Stop:

@@ -74,7 +74,7 @@ validation:
   mode: replicas
   sets: {more: {data_args: {file_name: more.jsonl}, generating_args: {temperature: 0.7}}}
 """
-SEVERAL = (ENGINE, "rewards.", "prompt_pool.")
+SEVERAL = (ENGINE, "rewards.", "prompt_pool.", "seed")
 """Sections whose keys are tried on every base, and not up to the first on which they act."""
 BASES = (
     (),
@@ -119,7 +119,7 @@ USED_BY_CLIENTS = {
 AGENTIC = {f.name for n in AGENTIC_ONLY for f in fields(ADVANTAGE_OPTIONS[n])} - {"gamma", "epsilon", "normalise_std"}
 FROM_THE_PLACE = {
     "EngineSettings.sleep_level = 2 if roles_in_turns(config) else 0",
-    "MegatronSettings.with_value_head = role is config.critic",
+    "MegatronSettings.with_value_head = samples is not None and role is samples.critic",
 }
 """Wires that depend on where roles stand."""
 

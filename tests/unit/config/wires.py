@@ -35,6 +35,7 @@ from roll_async.cluster.roles.trainer_group import RayTrainerGroup
 from roll_async.cluster.roles.training_role import TrainingRole
 from roll_async.commands import run as commands_run
 from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig
+from roll_async.config.schema_rollout import PromptPoolConfig
 from roll_async.inference.settings import EngineSettings
 from roll_async.launch import agents, restarts, rollout, run_start
 from roll_async.launch import run as launch_run
@@ -191,6 +192,8 @@ def started_rollout(config: RLVRConfig, stack: AsyncExitStack) -> rollout.Starte
 
 
 def _told(thing: object) -> object:
+    if isinstance(thing, PromptPoolConfig):
+        return dataclasses.asdict(thing)
     if isinstance(thing, HostPlan):
         return replace(thing, rewards=dict.fromkeys(thing.rewards))
     return "a function" if callable(thing) else thing
