@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -201,7 +201,8 @@ class HfEngine(Engine[HfTicket]):
         """A separate forward pass, concurrent with the manager's: both only read the weights."""
         import torch
 
-        with torch.inference_mode():
+        aside = nullcontext() if self._recorder is None else self._recorder.aside()
+        with torch.inference_mode(), aside:
             ids = torch.tensor([token_ids], device=self._settings.device)
             position = torch.arange(len(token_ids), device=ids.device)[None]
             # The manager's attention implementation creates no causal mask.

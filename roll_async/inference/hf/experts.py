@@ -6,8 +6,10 @@ letters: N tokens of a step, L layers with experts, K experts per token.
 
 from __future__ import annotations
 
+import threading
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -46,6 +48,7 @@ class ExpertRecorder:
         self._typecode, self._dtype = ("B", torch.uint8) if small else ("h", torch.int16)
         self._chosen: list[Tensor] = []
         self._open: dict[str, _Recording] = {}
+        self._thread = threading.local()
         for router in routers:
             router.register_forward_hook(self._router_ran)
         model.register_forward_hook(self._step_ran)
@@ -70,11 +73,26 @@ class ExpertRecorder:
         del ids[max(0, end - recording.first) * self._num_layers * self._top_k :]
         return ExpertRecord(ids=ids, num_layers=self._num_layers, top_k=self._top_k)
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Passes of this thread are none of the batch's, whose own may run at the same time."""
+        self._thread.aside = True
+        try:
+            yield
+        finally:
+            self._thread.aside = False
+
+    def _is_aside(self) -> bool:
+        return getattr(self._thread, "aside", False)
+
     def _router_ran(self, router: nn.Module, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
         """(logits [N,E], weights [N,K], experts [N,K]) of one layer."""
-        self._chosen.append(output[2])
+        if not self._is_aside():
+            self._chosen.append(output[2])
 
     def _step_ran(self, model: nn.Module, inputs: tuple, output: object) -> None:
+        if self._is_aside():
+            return
         chosen, self._chosen = self._chosen, []
         batch = self._manager().batch_processor
         assert batch is not None and len(chosen) == self._num_layers, "a step passes every router once"

@@ -5,22 +5,22 @@ forked from a server that has imported it. They end with the layout, because tor
 and the threads of each wake a hundred times a second.
 """
 
+from __future__ import annotations
+
 import gc
 import multiprocessing as mp
 import os
 import time
 import traceback
-
-from tests.patience import patient
-
-SUMMARY = []
-"""Lines to print at the end of the test run."""
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
 
 _PRELOAD = ["roll_async.trainer.megatron.worker", "torch._dynamo", "torch.onnx"]
 """torch imports the last two itself at a rank's first step, which costs as much as the step."""
 
 
-def _play(pipe, function, arguments):
+def _play(pipe: Connection, function: Callable[..., object], arguments: dict[str, object]) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     gc.freeze()  # a collection of this rank's need not look through all that the server imported
     try:
@@ -36,17 +36,24 @@ class RankPool:
     A failure raises with the ranks' tracebacks and ends all processes: the others may be waiting for the dead one.
     """
 
-    def __init__(self):
+    def __init__(self, patience: Callable[[float], float] = float) -> None:
+        """`patience`: how long a wait of so many seconds may take on this machine."""
+        self._patience = patience
         self._context = mp.get_context("forkserver")
         self._context.set_forkserver_preload(_PRELOAD)
 
-    def run(self, function, world_size, timeout=300, **arguments):
+    def run(
+        self, function: Callable[..., object], world_size: int, timeout: float = 300, **arguments: object
+    ) -> list[Any]:
+        """What each rank answers. Raises RuntimeError when one fails, dies, or says nothing within `timeout` seconds."""
         from roll_async.cluster.network import held_port  # brings Ray, which no rank needs
 
         with held_port("127.0.0.1") as port:
             return self._run(function, world_size, timeout, {"port": port, **arguments})
 
-    def _run(self, function, world_size, timeout, arguments):
+    def _run(
+        self, function: Callable[..., object], world_size: int, timeout: float, arguments: dict[str, object]
+    ) -> list[Any]:
         ranks = []
         for rank in range(world_size):
             ours, theirs = self._context.Pipe()
@@ -56,7 +63,7 @@ class RankPool:
             theirs.close()
             ranks.append((process, ours))
         try:
-            return _answers(ranks, time.monotonic() + patient(timeout), timeout)
+            return _answers([pipe for _, pipe in ranks], time.monotonic() + self._patience(timeout), timeout)
         finally:
             for process, pipe in ranks:
                 pipe.close()
@@ -65,11 +72,11 @@ class RankPool:
                 process.join()
 
 
-def _answers(ranks, deadline, timeout):
+def _answers(pipes: list[Connection], deadline: float, timeout: float) -> list[Any]:
     answers, problems = [], []
-    for rank, (_, pipe) in enumerate(ranks):
+    for rank, pipe in enumerate(pipes):
         if not pipe.poll(max(0.0, deadline - time.monotonic()) if not problems else 2):
-            problems.append(f"rank {rank} gave no answer within {timeout} s")
+            problems.append(f"rank {rank} gave no answer within {timeout:g} s")
             continue
         try:
             well, answer = pipe.recv()
@@ -79,5 +86,5 @@ def _answers(ranks, deadline, timeout):
         if not well:
             problems.append(f"rank {rank}: {answer}")
     if problems:
-        raise AssertionError("\n".join(problems))
+        raise RuntimeError("\n".join(problems))
     return answers
