@@ -40,6 +40,10 @@ COMMANDS = {
     "scale": ("roll_async.commands.scale", "more or fewer engine replicas for a run under way"),
     "publish": ("roll_async.commands.reading.publish", "the model of a run on the Hugging Face hub, with a model card"),
     "convert": ("roll_async.commands.convert", "Hugging Face <-> Megatron checkpoints"),
+    "certify": (
+        "roll_async.commands.certify.certify",
+        "prove a model family: shards, steps, files and pushes against Transformers",
+    ),
     "eval": ("roll_async.commands.eval", "the validation of a config, of a model folder, a checkpoint or an address"),
     "rollout": ("roll_async.commands.rollout", "the worlds of an agentic config and a fixed model, without training"),
     "serve-policy": ("roll_async.commands.serve_policy", "a fixed model at the endpoints that agents are trained at"),

@@ -1,70 +1,16 @@
-"""How far apart two computations of the same number may be: what rounding explains, and no more.
-
-Other instructions, threads, ranks and sizes of blocks add the same terms in another order. Every addition rounds its
-result, to either side, so two orders of n additions differ by about sqrt(n) units of rounding of what is summed, not by
-n of them. `SURE` times that is a bound that no order reaches, and is far below a defect: a term too many, a rank left
-out, a factor of 1.001. So a bound is relative, to the numbers compared or to the terms they are the sum of, and grows
-with the number of additions on the way from the weights; nothing is tuned to a machine.
-"""
-
-import math
-from dataclasses import dataclass
+"""Assertions on top of the certificates' bounds: what rounding explains, and no more."""
 
 import torch
 
-FLOAT32 = 2.0**-24
-"""Relative error of one rounding."""
-SURE = 4.0
+from roll_async.commands.certify.rounding import Bounds, apart, reordered
 
-
-def reordered(num_additions: float, unit: float = FLOAT32) -> float:
-    """The relative difference that this many additions in another order explain."""
-    return SURE * unit * math.sqrt(num_additions)
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """Of a transformer that computes `rows` of up to `length` tokens."""
-
-    layers: int
-    hidden: int
-    inner: int
-    length: int
-    rows: int = 0
-
-    @property
-    def additions(self) -> int:
-        """On the way from an embedding to a log-prob: per layer two norms, four products with `hidden` and one with
-        `inner` terms, and attention over `length`; then the output layer.
-        """
-        return self.layers * (6 * self.hidden + self.inner + self.length) + self.hidden
-
-    @property
-    def forward(self) -> float:
-        """Of logits and log-probs, relative to the largest."""
-        return reordered(self.additions)
-
-    @property
-    def step(self) -> float:
-        """Of gradients, relative to them: twice as far back through the layers, and summed over the tokens. Of losses
-        as well, relative to the terms, which are of both signs.
-        """
-        return reordered(3 * self.additions + self.rows * self.length)
-
-    @property
-    def moved(self) -> float:
-        """Of log-probs after an optimizer step, relative to how far it moved them. Adam makes the steps of all weights
-        about equal, also of those whose gradient is a small sum of large terms.
-        """
-        return 10 * self.step
+__all__ = ["Bounds", "assert_near", "reordered"]
 
 
 def assert_near(found: object, wanted: object, relative: float, *, of: float | None = None) -> None:
     """`found` (numbers or tensors) is `wanted`, up to `relative` of the size `of`; without it, of the largest number of
     `wanted`.
     """
-    found, wanted = (torch.as_tensor(x, dtype=torch.float64) for x in (found, wanted))
-    assert found.shape == wanted.shape
-    apart = float(torch.where(found == wanted, 0.0, (found - wanted).abs()).max())  # infinities, too
-    bound = relative * (float(wanted.abs().max()) if of is None else of)
-    assert apart <= bound, f"{apart:.2e} apart, and rounding explains {bound:.2e}"
+    difference = apart(found, wanted)
+    bound = relative * (float(torch.as_tensor(wanted, dtype=torch.float64).abs().max()) if of is None else of)
+    assert difference <= bound, f"{difference:.2e} apart, and rounding explains {bound:.2e}"

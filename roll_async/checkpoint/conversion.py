@@ -167,7 +167,7 @@ class MegatronAsHf:
 
     def _rows(self, match: Match, shape: tuple[int, ...]) -> list[int]:
         """First dimension of each HF tensor."""
-        if match.row.transform is Transform.QKV:
+        if match.row.transform is Transform.QKV and len(match.hf_names) > 1:
             return self._model.heads.rows()
         return [shape[0] // len(match.hf_names)] * len(match.hf_names)
 
@@ -326,7 +326,8 @@ def _piece(match: Match, folder: HfFolder, model: _Model, dtype: torch.dtype | N
     for spec in specs[1:]:
         if (spec.shape[1:], spec.dtype) != (specs[0].shape[1:], own):
             raise ValueError(f"{folder.path}: {spec.name} and {specs[0].name} do not fit each other in shape and dtype")
-    if match.row.transform is Transform.QKV and [spec.shape[0] for spec in specs] != model.heads.rows():
+    wanted = model.heads.rows() if len(specs) > 1 else [sum(model.heads.rows())]
+    if match.row.transform is Transform.QKV and [spec.shape[0] for spec in specs] != wanted:
         raise ValueError(f"{folder.path}: {specs[0].name} and its neighbours do not have the heads of config.json")
     stored = key_to_write(match, model.shape)
     return Piece(

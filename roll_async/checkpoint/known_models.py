@@ -47,6 +47,15 @@ def _latent(layers: int, heads: int, dense: int, experts: int, vocabulary: int) 
     }  # fmt: skip
 
 
+def _glm_moe(layers: int, experts: int) -> dict[str, object]:
+    """GLM-4.5's widths of the smaller model."""
+    model = _dense("Glm4MoeForCausalLM", (4096, layers, 96, 8, 10944), 151552, False, head_dim=128)
+    return {
+        **model, "attention_bias": True, "n_routed_experts": experts, "num_experts_per_tok": 8, "n_shared_experts": 1,
+        "moe_intermediate_size": 1408, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0,
+    }  # fmt: skip
+
+
 _MODELS: Mapping[str, Mapping[str, object]] = {
     # hidden, layers, heads, key-value heads, ffn
     "Qwen2.5-0.5B": _qwen2(896, 24, 14, 2, 4864, vocabulary=151936, tied=True),
@@ -66,11 +75,21 @@ _MODELS: Mapping[str, Mapping[str, object]] = {
     "Qwen3-235B-A22B": _qwen3_moe(4096, 94, 64, 4, 12288, expert=1536),
     "DeepSeek-V3": _latent(61, 128, 3, 256, 129280),
     "Kimi-K2": _latent(61, 64, 1, 384, 163840),
+    "GLM-4.5-Air": _glm_moe(46, 128),
+    "Phi-4": _dense("Phi3ForCausalLM", (5120, 40, 40, 10, 17920), 100352, False),
+    "Seed-OSS-36B": _dense("SeedOssForCausalLM", (5120, 64, 80, 8, 27648), 155136, False, head_dim=128),
+    "SmolLM3-3B": _dense("SmolLM3ForCausalLM", (2048, 36, 16, 4, 11008), 128256, True),
+    "ERNIE-4.5-0.3B": _dense("Ernie4_5ForCausalLM", (1024, 18, 16, 2, 3072), 103424, True, head_dim=128),
     "Llama-3.1-8B": _dense("LlamaForCausalLM", (4096, 32, 32, 8, 14336), 128256, False),
     "Llama-3.1-70B": _dense("LlamaForCausalLM", (8192, 80, 64, 8, 28672), 128256, False),
     "Llama-3.2-1B": _dense("LlamaForCausalLM", (2048, 16, 32, 8, 8192), 128256, True),
     "Llama-3.2-3B": _dense("LlamaForCausalLM", (3072, 28, 24, 8, 8192), 128256, True),
 }
+
+
+def known_names(architectures: Sequence[str]) -> list[str]:
+    """The well-known models of these architectures."""
+    return [name for name, fields in _MODELS.items() if fields["architectures"] in ([a] for a in architectures)]
 
 
 def known_config(name_or_path: str) -> HfConfig | None:

@@ -38,6 +38,8 @@ class HeadLayout:
 def to_megatron(row: ParameterRow, tensors: Sequence[Tensor], heads: HeadLayout) -> Tensor:
     """One full (not sharded) Megatron tensor from its HF tensors."""
     if row.transform is Transform.QKV:
+        if len(tensors) == 1:
+            tensors = tensors[0].split(heads.rows())
         groups, tail = heads.num_groups, tensors[0].shape[1:]
         # [groups, rows of one group, ...]: the three lie side by side within each group.
         return torch.cat([t.reshape(groups, -1, *tail) for t in tensors], 1).reshape(-1, *tail)
@@ -52,7 +54,8 @@ def to_hf(row: ParameterRow, tensor: Tensor, heads: HeadLayout) -> tuple[Tensor,
         tail = tensor.shape[1:]
         parts = tensor.reshape(heads.num_groups, -1, *tail)
         sizes = (heads.heads_per_group * heads.head_size, heads.head_size, heads.head_size)
-        return tuple(part.reshape(-1, *tail) for part in parts.split(sizes, dim=1))
+        split = tuple(part.reshape(-1, *tail) for part in parts.split(sizes, dim=1))
+        return split if len(row.hf) == len(split) else (torch.cat(split),)
     if row.transform is Transform.GATE_UP and len(row.hf) == 2:
         return tuple(tensor.chunk(2))
     return (tensor,)

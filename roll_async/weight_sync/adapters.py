@@ -16,7 +16,7 @@ from roll_async.checkpoint.lora_targets import target_projections
 from roll_async.config.schema import PipelineConfig
 
 PLAIN_LAYERS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Architectures whose checkpoints store adapter layers unfused."""
+"""Architectures whose checkpoints store adapter layers unfused, and whose engines were seen to take adapters alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,4 +74,4 @@ def _unknown_layers(model: str) -> str | None:
     config = known_config(model)
     if config is None or (family := config.architecture()) in PLAIN_LAYERS:  # a run has it as a folder
         return None
-    return f"{family} has experts or fused projections, whose adapters engines hold in other shapes"
+    return f"{family} has experts or fused projections, or its engines were not tried; known: {', '.join(PLAIN_LAYERS)}"

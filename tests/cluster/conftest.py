@@ -12,9 +12,11 @@ import pytest
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # ranks on CPU, here and in every process that a test starts
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from rank_pool import SUMMARY, RankPool
-
+from roll_async.commands.certify.rank_pool import RankPool
 from tests.patience import patient
+
+SUMMARY = []
+"""Lines to print at the end of the test run."""
 
 ROOT = Path(__file__).resolve().parents[2]
 RLVR = "start_rlvr_pipeline.py"
@@ -128,8 +130,8 @@ def sglang_on_cpu():
 
 @pytest.fixture(scope="session")
 def rank_pool():
-    """Processes that play the ranks of one layout after another, see rank_pool.py."""
-    return RankPool()
+    """Processes that play the ranks of one layout after another."""
+    return RankPool(patient)
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ STUB = Path(__file__).resolve().parent / "te_stub"
 def _host(pipe):
     os.environ["PYTHONPATH"] = f"{STUB}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     sys.path.insert(0, str(STUB))
-    from rank_pool import RankPool
+    from roll_async.commands.certify.rank_pool import RankPool
 
-    pool = RankPool()
+    pool = RankPool(patient)
     while True:
         try:
             function, world_size, arguments = pipe.recv()
@@ -25,7 +25,7 @@ def _host(pipe):
             return
         try:
             pipe.send((True, pool.run(function, world_size, **arguments)))
-        except AssertionError as error:
+        except RuntimeError as error:
             pipe.send((False, str(error)))
 
 

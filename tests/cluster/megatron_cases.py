@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from roll_async.algorithms.objective import LossSettings
+from roll_async.commands.certify.rank_side import start_worker
 from roll_async.config.options.policy_loss_options import PpoOptions
 from roll_async.trainer.megatron import cpu_shim
 from roll_async.trainer.megatron.model import output_head
@@ -20,7 +21,6 @@ from roll_async.trainer.megatron.model.lora import Adapter
 from roll_async.trainer.megatron.settings import MegatronSettings, OptimizerSettings, ParallelSizes
 from roll_async.trainer.megatron.state.host_state import HostState
 from roll_async.trainer.megatron.state.optimizer_state import parameter_states, parts_of
-from roll_async.trainer.megatron.worker import MegatronWorker, RankSpec
 from roll_async.trainer.protocol import GivenRows, PolicyRows, TokenRows, ValueRows
 from roll_async.weight_sync.bucket import Content
 from tests.rounding import Bounds, assert_near
@@ -114,60 +114,6 @@ def settings_of(folder, *, parallel=None, optimizer=None, loss=None, **fields):
         loss=LossSettings(**{"pg_variant": "ppo", "pg_options": PpoOptions(), **(loss or {})}),
         **{"dtype": "fp32", "micro_batch_rows": 4, "mini_batch_rows": NUM_ROWS, **fields},
     )
-
-
-class WholeBatchWorker(MegatronWorker):
-    """A rank that is handed whole batches, as its group is: takes its share; rank 0 has the answers of all."""
-
-    def compute_logprobs(self, rows):
-        return self._whole(rows, super().compute_logprobs)
-
-    def compute_squares(self, rows):
-        return self._whole(rows, super().compute_squares)
-
-    def compute_base_logprobs(self, rows):
-        return self._whole(rows, super().compute_base_logprobs)
-
-    def compute_values(self, rows):
-        return self._whole(rows, super().compute_values)
-
-    def update_policy(self, rows, step):
-        """The metrics that repeat; those of the machine are in `measured`, entropies of kept rows in `entropies`."""
-        share = self.splitter.policy(rows)[self.data_parallel_rank]
-        metrics, found = super().update_policy(share, step)
-        self.entropies = None
-        if rows.kept is not None:
-            self.entropies = self._merged(rows, share.numbers[share.rows.fields["kept"]], found, torch.nan)
-        self.measured = {name: x for name, x in metrics.items() if "device" in name or name.startswith("memory/")}
-        return {name: x for name, x in metrics.items() if name not in self.measured}
-
-    def update_values(self, rows, step):
-        return super().update_values(self.splitter.values(rows)[self.data_parallel_rank], step)
-
-    def _whole(self, rows, compute):
-        share = self.splitter.scoring(rows)[self.data_parallel_rank]
-        return self._merged(rows, share.numbers, compute(share))
-
-    def _merged(self, rows, of_rank, answer, beyond=0.0):
-        gathered = [None if answer is None else (of_rank, answer)]
-        if (size := torch.distributed.get_world_size()) > 1:
-            gathered *= size
-            torch.distributed.all_gather_object(gathered, gathered[0])
-        whole = torch.full(rows.tokens.shape, torch.nan)  # a row that nobody answers for shows
-        for numbers, found in filter(None, gathered):
-            whole[numbers] = torch.nn.functional.pad(found, (0, whole.shape[1] - found.shape[1]), value=beyond)
-        return whole if torch.distributed.get_rank() == 0 else None
-
-
-def start_worker(rank, world_size, port, settings):
-    worker = WholeBatchWorker(
-        RankSpec(
-            rank=rank, world_size=world_size, master_addr="127.0.0.1", master_port=port, device="cpu", timeout_s=300
-        ),
-        settings,
-    )
-    worker.start()
-    return worker
 
 
 def measure(rank, world_size, port, settings, scale=1.0):

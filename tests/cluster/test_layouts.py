@@ -4,10 +4,11 @@ import json
 import shutil
 
 import pytest
-from tiny_families import EXPERTS
 
 pytest.importorskip("ray")
 pytest.importorskip("megatron.core")
+
+from roll_async.checkpoint.hf_names.moe import TINY_EXPERTS as EXPERTS
 
 MEGATRON = "actor_train.strategy_args.strategy_config"
 HF = "actor_infer.strategy_args={strategy_name: hf_infer}"

@@ -10,7 +10,7 @@ pytest.importorskip("megatron.core")
 pytest.importorskip("transformers")
 
 import megatron_cases as cases
-from rank_pool import SUMMARY
+from conftest import SUMMARY
 
 from roll_async.cluster.network import held_port
 

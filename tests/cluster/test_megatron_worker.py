@@ -11,8 +11,8 @@ import torch
 pytest.importorskip("megatron.core")
 transformers = pytest.importorskip("transformers")
 
-from megatron_cases import WholeBatchWorker
 
+from roll_async.commands.certify.rank_side import WholeBatchWorker
 from roll_async.algorithms.correction import CorrectionOptions, correct
 from roll_async.algorithms.objective import LossSettings
 from roll_async.checkpoint.folders.hf_config import HfConfig

@@ -1,16 +1,23 @@
-"""DeepSeek-V3 (and R1): latent attention, a shared expert, sigmoid routing within the best groups of experts.
-
-The router chooses by score plus a correction bias and weighs by score alone. The bias is not a parameter: it is loaded,
-kept in float32 and exported, and changes only with `extra.moe_router_bias_update_rate`. The layer for multi-token
-prediction after the last one is left out: neither scoring nor the policy loss uses it.
+"""Families with latent attention: DeepSeek-V3 (and R1, Kimi-K2) and GLM-4.7-Flash, mixtures of experts with a shared
+one; Youtu-LLM, dense.
 """
 
 from __future__ import annotations
 
 from roll_async.checkpoint.folders.hf_config import HfConfig
 from roll_async.checkpoint.hf_names.dense import DENSE_MLP_NORM, EMBEDDING, MLP, OLD_BUFFERS, OUTPUT_PROJECTION
-from roll_async.checkpoint.hf_names.moe import MOE_MLP_NORM, experts, router, routing_fields, shared_experts
-from roll_async.checkpoint.hf_names.table import Family, LayerRange, ParameterRow, moe_layers
+from roll_async.checkpoint.hf_names.moe import (
+    CORRECTION_BIAS,
+    MOE_MLP_NORM,
+    NEXT_TOKENS,
+    TINY_GROUPED,
+    experts,
+    first_dense,
+    grouped_routing_fields,
+    router,
+    shared_experts,
+)
+from roll_async.checkpoint.hf_names.table import YARN, Family, ParameterRow
 from roll_async.checkpoint.rotary import Rotary
 
 _L, _H = "decoder.layers.{i}.self_attention", "model.layers.{i}.self_attn"
@@ -55,37 +62,21 @@ _LATENT_ATTENTION = (
     *OUTPUT_PROJECTION,
 )
 
-_CORRECTION_BIAS = ParameterRow(
-    megatron="decoder.layers.{i}.mlp.router.expert_bias",
-    hf=("model.layers.{i}.mlp.gate.e_score_correction_bias",),
-    layers=LayerRange.MOE,
-    float32=True,
-)
-
-
 def _fields(config: HfConfig) -> dict[str, object]:
-    config.require(attention_bias=False, rope_interleave=True, scoring_func="sigmoid", topk_method="noaux_tc",
-                  norm_topk_prob=True, moe_layer_freq=1)  # fmt: skip
-    layers, dense = config.integer("num_hidden_layers"), config.integer("first_k_dense_replace")
-    expert_size = config.integer("moe_intermediate_size")
-    return {
-        **_attention_fields(config),
-        **_rotary_fields(config),
-        **routing_fields(
-            config,
-            num_experts=config.integer("n_routed_experts", "num_local_experts"),
-            expert_size=expert_size,
-            normalised=True,
-        ),
-        "moe_layer_freq": moe_layers(layers, [i >= dense for i in range(layers)]),
-        "moe_shared_expert_intermediate_size": config.integer("n_shared_experts") * expert_size,
-        "moe_router_load_balancing_type": "seq_aux_loss",
-        "moe_router_score_function": "sigmoid",
-        "moe_router_topk_scaling_factor": config.number("routed_scaling_factor"),
-        "moe_router_enable_expert_bias": True,
-        "moe_router_bias_update_rate": 0.0,
-        **_group_fields(config),
-    }
+    # first_k_dense_replace says which layers have experts, and no other key may.
+    config.require(moe_layer_freq=1)
+    return {**_latent_fields(config), **grouped_routing_fields(config, first_dense(config))}
+
+
+def _lite_fields(config: HfConfig) -> dict[str, object]:
+    layers = config.integer("num_hidden_layers")
+    kinds = config.values.get("mlp_layer_types") or ["dense"] + ["sparse"] * (layers - 1)
+    return {**_latent_fields(config), **grouped_routing_fields(config, [kind == "sparse" for kind in kinds])}
+
+
+def _latent_fields(config: HfConfig) -> dict[str, object]:
+    config.require(attention_bias=False, rope_interleave=True)
+    return {**_attention_fields(config), **_rotary_fields(config)}
 
 
 def _attention_fields(config: HfConfig) -> dict[str, object]:
@@ -123,24 +114,44 @@ def _rotary_fields(config: HfConfig) -> dict[str, object]:
     }
 
 
-def _group_fields(config: HfConfig) -> dict[str, object]:
-    """A token's experts lie in its best groups, which bounds the nodes it is sent to."""
-    groups, chosen = config.integer("n_group", default=1), config.integer("topk_group", default=1)
-    if groups == 1:
-        return {}
-    if config.integer("num_experts_per_tok") // chosen != 2:
-        # transformers ranks groups by their two best experts, Megatron by their (experts per token / groups) best.
-        raise ValueError(f"{config.source}: num_experts_per_tok must be twice topk_group for Megatron to route alike")
-    return {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
+_TINY = {
+    "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+    "num_key_value_heads": 4, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+_TINY_V3 = {**TINY_GROUPED, **_TINY, "first_k_dense_replace": 1}
+_ROWS = (
+    *EMBEDDING, *_LATENT_ATTENTION, *MOE_MLP_NORM, *DENSE_MLP_NORM, *MLP, *router("mlp.gate"), CORRECTION_BIAS,
+    *experts("mlp.experts"), *shared_experts("mlp.shared_experts"),
+)  # fmt: skip
 
-
-FAMILY = Family(
-    name="deepseek_v3",
-    architectures=("DeepseekV3ForCausalLM",),
-    rows=(
-        *EMBEDDING, *_LATENT_ATTENTION, *MOE_MLP_NORM, *DENSE_MLP_NORM, *MLP, *router("mlp.gate"), _CORRECTION_BIAS,
-        *experts("mlp.experts"), *shared_experts("mlp.shared_experts"),
+FAMILIES = (
+    Family(
+        name="deepseek_v3",
+        architectures=("DeepseekV3ForCausalLM",),
+        rows=_ROWS,
+        fields=_fields,
+        unused=(*OLD_BUFFERS, NEXT_TOKENS),
+        tiny={
+            "deepseek v3": _TINY_V3,
+            "deepseek v3 yarn": {
+                **_TINY_V3, "q_lora_rank": None,
+                "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7},
+            },
+        },
     ),
-    fields=_fields,
-    unused=(*OLD_BUFFERS, "model.layers.{n}.*"),  # the layer for multi-token prediction
+    Family(
+        name="glm4_moe_lite",
+        architectures=("Glm4MoeLiteForCausalLM",),
+        rows=_ROWS,
+        fields=_lite_fields,
+        unused=(NEXT_TOKENS,),
+        tiny={"glm 4.7 flash": {**TINY_GROUPED, **_TINY}},
+    ),
+    Family(
+        name="youtu",
+        architectures=("YoutuForCausalLM",),
+        rows=(*EMBEDDING, *_LATENT_ATTENTION, *DENSE_MLP_NORM, *MLP),
+        fields=_latent_fields,
+        tiny={"youtu": {**_TINY, "tie_word_embeddings": True}},
+    ),
 )  # fmt: skip

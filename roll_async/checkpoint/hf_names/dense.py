@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from roll_async.checkpoint.folders.hf_config import HfConfig
 from roll_async.checkpoint.hf_names.table import LayerRange, ParameterRow, Transform
 
@@ -63,6 +65,8 @@ QK_NORM = (
     ParameterRow(megatron=f"{_L}.self_attention.q_layernorm.weight", hf=(f"{_H}.self_attn.q_norm.weight",)),
     ParameterRow(megatron=f"{_L}.self_attention.k_layernorm.weight", hf=(f"{_H}.self_attn.k_norm.weight",)),
 )
+
+OPTIONAL_QK_NORM = tuple(replace(row, optional=True, needed_by="qk_layernorm") for row in QK_NORM)
 
 _FC2 = (
     ParameterRow(

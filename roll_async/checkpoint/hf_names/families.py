@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from roll_async.checkpoint.hf_names import (
-    deepseek_v3,
-    glm,
-    llama,
-    mistral,
-    mixtral,
-    qwen2,
-    qwen2_moe,
-    qwen3,
-    qwen3_moe,
-)
+from roll_async.checkpoint.hf_names import deepseek, dots, glm, llama, mistral, phi3, qwen, qwen_moe
 from roll_async.checkpoint.hf_names.table import Family
 
-FAMILIES = (
-    qwen2.FAMILY,
-    qwen3.FAMILY,
-    llama.FAMILY,
-    mistral.FAMILY,
-    qwen2_moe.FAMILY,
-    qwen3_moe.FAMILY,
-    mixtral.FAMILY,
-    deepseek_v3.FAMILY,
-    glm.FAMILY,
-    glm.FAMILY_0414,
+FAMILIES: tuple[Family, ...] = (
+    *qwen.FAMILIES,
+    *llama.FAMILIES,
+    *mistral.FAMILIES,
+    *qwen_moe.FAMILIES,
+    *deepseek.FAMILIES,
+    *glm.FAMILIES,
+    *phi3.FAMILIES,
+    *dots.FAMILIES,
 )
 
 

@@ -1,19 +1,36 @@
-"""Qwen2 and Qwen2.5, dense: biases on q, k and v."""
+"""Qwen's dense families: Qwen2 and Qwen2.5 have biases on queries, keys and values, Qwen3 normalises queries and keys
+instead.
+"""
 
 from __future__ import annotations
 
 from roll_async.checkpoint.folders.hf_config import HfConfig
-from roll_async.checkpoint.hf_names.dense import ATTENTION, EMBEDDING, MLP, NORMS, QKV_BIAS, window_fields
-from roll_async.checkpoint.hf_names.table import Family
+from roll_async.checkpoint.hf_names.dense import ATTENTION, EMBEDDING, MLP, NORMS, QK_NORM, QKV_BIAS, window_fields
+from roll_async.checkpoint.hf_names.table import YARN, Family
 
 
-def _fields(config: HfConfig) -> dict[str, object]:
+def _qwen2_fields(config: HfConfig) -> dict[str, object]:
     return {"add_qkv_bias": True, **window_fields(config)}
 
 
-FAMILY = Family(
-    name="qwen2",
-    architectures=("Qwen2ForCausalLM",),
-    rows=(*EMBEDDING, *NORMS, *ATTENTION, *QKV_BIAS, *MLP),
-    fields=_fields,
+def _qwen3_fields(config: HfConfig) -> dict[str, object]:
+    config.require(attention_bias=False)
+    return {"qk_layernorm": True, **window_fields(config)}
+
+
+FAMILIES = (
+    Family(
+        name="qwen2",
+        architectures=("Qwen2ForCausalLM",),
+        rows=(*EMBEDDING, *NORMS, *ATTENTION, *QKV_BIAS, *MLP),
+        fields=_qwen2_fields,
+        tiny={"qwen2 tied": {"tie_word_embeddings": True}, "qwen2.5 yarn": {"rope_parameters": YARN}},
+    ),
+    Family(
+        name="qwen3",
+        architectures=("Qwen3ForCausalLM",),
+        rows=(*EMBEDDING, *NORMS, *ATTENTION, *QK_NORM, *MLP),
+        fields=_qwen3_fields,
+        tiny={"qwen3": {"head_dim": 32, "tie_word_embeddings": True}},
+    ),
 )

@@ -1,10 +1,27 @@
-"""Qwen2-MoE (Qwen1.5-MoE too): routed experts beside a shared one behind a sigmoid gate; some layers may be dense."""
+"""Qwen's mixtures of experts: Qwen2-MoE has a shared expert behind a gate of its own, Qwen3-MoE routed experts only and
+normalised queries and keys. Some layers of either may be dense.
+"""
 
 from __future__ import annotations
 
 from roll_async.checkpoint.folders.hf_config import HfConfig
-from roll_async.checkpoint.hf_names.dense import ATTENTION, DENSE_MLP_NORM, EMBEDDING, MLP, QKV_BIAS
-from roll_async.checkpoint.hf_names.moe import MOE_NORMS, experts, qwen_routing_fields, router, shared_experts
+from roll_async.checkpoint.hf_names.dense import (
+    ATTENTION,
+    DENSE_MLP_NORM,
+    EMBEDDING,
+    MLP,
+    QK_NORM,
+    QKV_BIAS,
+    window_fields,
+)
+from roll_async.checkpoint.hf_names.moe import (
+    MOE_NORMS,
+    TINY_EXPERTS,
+    experts,
+    qwen_routing_fields,
+    router,
+    shared_experts,
+)
 from roll_async.checkpoint.hf_names.table import Family, LayerRange, ParameterRow
 
 _SHARED_GATE = ParameterRow(
@@ -14,7 +31,7 @@ _SHARED_GATE = ParameterRow(
 )
 
 
-def _fields(config: HfConfig) -> dict[str, object]:
+def _qwen2_fields(config: HfConfig) -> dict[str, object]:
     config.require(use_sliding_window=False)
     return {
         **qwen_routing_fields(config),
@@ -24,12 +41,30 @@ def _fields(config: HfConfig) -> dict[str, object]:
     }
 
 
-FAMILY = Family(
-    name="qwen2_moe",
-    architectures=("Qwen2MoeForCausalLM",),
-    rows=(
-        *EMBEDDING, *MOE_NORMS, *DENSE_MLP_NORM, *ATTENTION, *QKV_BIAS, *MLP, *router("mlp.gate"),
-        *experts("mlp.experts"), *shared_experts("mlp.shared_expert"), _SHARED_GATE,
+def _qwen3_fields(config: HfConfig) -> dict[str, object]:
+    config.require(attention_bias=False)
+    return {**qwen_routing_fields(config), "qk_layernorm": True, **window_fields(config)}
+
+
+FAMILIES = (
+    Family(
+        name="qwen2_moe",
+        architectures=("Qwen2MoeForCausalLM",),
+        rows=(
+            *EMBEDDING, *MOE_NORMS, *DENSE_MLP_NORM, *ATTENTION, *QKV_BIAS, *MLP, *router("mlp.gate"),
+            *experts("mlp.experts"), *shared_experts("mlp.shared_expert"), _SHARED_GATE,
+        ),
+        fields=_qwen2_fields,
+        tiny={"qwen2 moe": {**TINY_EXPERTS, "shared_expert_intermediate_size": 48, "mlp_only_layers": [1]}},
     ),
-    fields=_fields,
+    Family(
+        name="qwen3_moe",
+        architectures=("Qwen3MoeForCausalLM",),
+        rows=(
+            *EMBEDDING, *MOE_NORMS, *DENSE_MLP_NORM, *ATTENTION, *QK_NORM, *MLP, *router("mlp.gate"),
+            *experts("mlp.experts"),
+        ),
+        fields=_qwen3_fields,
+        tiny={"qwen3 moe": {**TINY_EXPERTS, "head_dim": 16, "norm_topk_prob": True}},
+    ),
 )  # fmt: skip

@@ -18,10 +18,15 @@ from functools import cache
 from roll_async.checkpoint.folders.hf_config import HfConfig
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+"""Of small models."""
+
+
 class Transform(Enum):
     """How HF tensors become one Megatron tensor."""
 
     COPY = "copy"
+    # The HF side of both may be one tensor that has the parts one after another.
     QKV = "qkv"  # per key-value group: its query heads, its key head, its value head
     GATE_UP = "gate_up"  # gate over up; under tensor parallelism each rank holds its part of both
 
@@ -113,6 +118,9 @@ class Family:
     """The outputs of attention and MLP are normalised before they join the residual."""
     rotary_fraction: float = 1.0
     """Share of the head that is rotated where config.json does not say."""
+    tiny: Mapping[str, Mapping[str, object]]
+    """Small models of the family that its certificate is made with: what each has in config.json beyond the sizes of
+    all. Together they have every part that the family may have."""
     unused: tuple[str, ...] = ()
     """Patterns of HF names that files may hold and no Megatron parameter needs; `{n}` is the number of layers."""
 

@@ -6,30 +6,15 @@ import torch
 
 from roll_async.checkpoint.folders.hf_config import HfConfig
 from roll_async.checkpoint.folders.safetensors_files import SafetensorsWriter, TensorSpec
-from roll_async.checkpoint.hf_names.families import family_of
+from roll_async.checkpoint.hf_names.families import FAMILIES, family_of
 from roll_async.checkpoint.hf_names.table import shape_of
 
 BASE = {
     "vocab_size": 24, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 4, "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False,
+    "routed_scaling_factor": 2.5, "num_experts_per_tok": 2,
 }  # fmt: skip
-EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
-CONFIGS = {
-    "LlamaForCausalLM": {},
-    "MistralForCausalLM": {},
-    "Qwen2ForCausalLM": {"tie_word_embeddings": True},
-    "Qwen3ForCausalLM": {},
-    "Qwen2MoeForCausalLM": {**EXPERTS, "shared_expert_intermediate_size": 10, "mlp_only_layers": [1]},
-    "Qwen3MoeForCausalLM": {**EXPERTS, "norm_topk_prob": True},
-    "MixtralForCausalLM": {"num_local_experts": 3, "num_experts_per_tok": 2},
-    "DeepseekV3ForCausalLM": {
-        "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 6,
-        "n_shared_experts": 1, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1, "q_lora_rank": 6,
-        "kv_lora_rank": 5, "qk_rope_head_dim": 2, "qk_nope_head_dim": 4, "v_head_dim": 4, "num_key_value_heads": 4,
-    },
-    "GlmForCausalLM": {},
-    "Glm4ForCausalLM": {},
-}  # fmt: skip
+CONFIGS = {a: next(iter(family.tiny.values())) for family in FAMILIES for a in family.architectures}
 
 
 def config_of(architecture, **changes):
@@ -51,6 +36,7 @@ def shape_of_tensor(name, config):
     shapes = {
         "embed_tokens": (c["vocab_size"], hidden), "lm_head": (c["vocab_size"], hidden),
         "q_proj": (heads * (latent or size), hidden), "o_proj": (hidden, heads * c.get("v_head_dim", size)),
+        "qkv_proj": ((heads + 2 * c["num_key_value_heads"]) * size, hidden),
         "k_proj": (c["num_key_value_heads"] * size, hidden), "v_proj": (c["num_key_value_heads"] * size, hidden),
         "gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner),
         "w1": (inner, hidden), "w3": (inner, hidden), "w2": (hidden, inner), "gate_up_proj": (2 * inner, hidden),
@@ -71,12 +57,11 @@ def tensors_of(config, dtype=torch.bfloat16):
     family = family_of(read.architecture())
     generator = torch.Generator().manual_seed(0)
     tensors = {}
-    for match in family.parameters(shape_of(config["num_hidden_layers"], family.fields(read))):
-        for name in match.hf_names:
-            absent = (config["tie_word_embeddings"] and name == "lm_head.weight") or (
-                "kv_a_proj_with_mqa" in str(family.rows) and name.endswith("self_attn.q_proj.weight")
-            )
-            if not absent:
+    fields = family.fields(read)
+    for match in family.parameters(shape_of(config["num_hidden_layers"], fields)):
+        is_head = match.name == "output_layer.weight"
+        if not config["tie_word_embeddings"] if is_head else match.row.is_needed(fields):
+            for name in match.hf_names:
                 kept = torch.float32 if match.row.float32 else dtype
                 tensors[name] = torch.randn(shape_of_tensor(name, config), generator=generator).to(kept)
     return tensors

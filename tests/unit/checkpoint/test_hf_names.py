@@ -83,6 +83,10 @@ def test_an_unknown_architecture_names_the_known_ones():
         ("MixtralForCausalLM", {"num_local_experts": "many"}, "num_local_experts is 'many', expected an integer"),
         ("MixtralForCausalLM", {"num_experts_per_tok": None}, "num_experts_per_tok is missing"),
         ("Qwen2MoeForCausalLM", {"mlp_only_layers": 1}, "mlp_only_layers is 1, expected a list"),
+        ("Ernie4_5ForCausalLM", {"use_bias": True}, "use_bias=True is not supported"),
+        ("SeedOssForCausalLM", {"attention_out_bias": True}, "attention_out_bias=True is not supported"),
+        ("SmolLM3ForCausalLM", {"use_sliding_window": True}, "use_sliding_window=True is not supported"),
+        ("Dots1ForCausalLM", {"sliding_window": 8, "max_window_layers": 2}, "windows in some layers only"),
     ],
 )  # fmt: skip
 def test_a_model_that_the_rows_do_not_describe_is_refused(architecture, changes, problem):
@@ -100,7 +104,9 @@ HEADS = HeadLayout(num_groups=2, heads_per_group=3, head_size=4)
 
 
 def hf_parts(row):
-    rows = HEADS.rows() if row.transform is Transform.QKV else [24 // len(row.hf)] * len(row.hf)
+    rows = HEADS.rows() if row.transform is Transform.QKV else [24]
+    if len(row.hf) != len(rows):  # the parts are one tensor
+        rows = [sum(rows) // len(row.hf)] * len(row.hf)
     return [torch.randn(n, 8) for n in rows]
 
 
@@ -112,6 +118,7 @@ def hf_parts(row):
         ParameterRow(megatron="m", hf=("a",), tp_dim=1),
         ParameterRow(megatron="m", hf=("a",)),
         ParameterRow(megatron="m", hf=("q", "k", "v"), transform=Transform.QKV, tp_dim=0),
+        ParameterRow(megatron="m", hf=("qkv",), transform=Transform.QKV, tp_dim=0),
         ParameterRow(megatron="m", hf=("gate", "up"), transform=Transform.GATE_UP, tp_dim=0),
         ParameterRow(megatron="m", hf=("gate_up",), transform=Transform.GATE_UP, tp_dim=0),
     ],

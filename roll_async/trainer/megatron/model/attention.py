@@ -229,7 +229,8 @@ class SdpaAttention(MegatronModule):
         **_: object,  # head sizes of latent attention: they are read off the tensors
     ) -> None:
         super().__init__(config)
-        self._scale, self._rotation = softmax_scale, rotation
+        turns = not config.no_rope_freq or not config.no_rope_freq[layer_number - 1]  # type: ignore[index]
+        self._scale, self._rotation = softmax_scale, rotation if turns else None
         # Megatron's number is of positions before the query, without itself.
         self._window = config.window_size[0] + 1 if config.window_size else None
         self._context_group = context_group()

@@ -26,16 +26,17 @@ def hf_parts(match: Match, local: Tensor, heads: HeadLayout, *, rank: int, size:
         return
     dim = row.tp_dim
     assert dim is not None, f"{match.name} is split, but its row of hf_names says it is not"
-    if row.transform is Transform.GATE_UP and len(row.hf) == 1:  # both halves in one HF tensor
-        (name,), halves = match.hf_names, local.chunk(2)
-        rows = halves[0].shape[0]
-        for index, half in enumerate(halves):
-            # The HF tensor has all gates, then all ups; this rank holds a slice of each.
-            start = (index * size + rank) * rows
-            yield _part(name, half, Cut(dim=0, start=start, stop=start + rows), whole=2 * size * rows)
-        return
     # This rank's weight has its share of the key-value groups.
     own = replace(heads, num_groups=heads.num_groups // size)
+    if row.transform is not Transform.COPY and len(row.hf) == 1:
+        # The HF tensor has all gates, then all ups (or queries, keys, values); this rank holds a slice of each.
+        (name,), (tensor,), before = match.hf_names, to_hf(row, local, own), 0
+        for piece in tensor.split(own.rows() if row.transform is Transform.QKV else len(tensor) // 2):
+            rows = len(piece)
+            start = before + rank * rows
+            yield _part(name, piece, Cut(dim=0, start=start, stop=start + rows), whole=size * len(tensor))
+            before += size * rows
+        return
     for name, tensor in zip(match.hf_names, to_hf(row, local, own), strict=True):
         length = tensor.shape[dim]
         cut = Cut(dim=dim, start=rank * length, stop=(rank + 1) * length)
