@@ -118,3 +118,27 @@ def test_the_prompts_of_the_first_config_are_made_from_a_file_or_without_one(tmp
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert made("--source", str(tmp_path / "nothing.jsonl"))[0] == 2
     assert "without a network: --source bundled" in capsys.readouterr().err
+
+
+def test_a_careless_pupil_solves_word_problems_and_validation_asks_none_that_was_trained(tmp_path):
+    from tools.make_gsm8k_assets import write_problems
+
+    write_problems(tmp_path)
+    read = {name: list(map(json.loads, (tmp_path / f"{name}.jsonl").read_text().splitlines())) for name in (
+        "train", "validation", "sft", "sft_validation")}  # fmt: skip
+    sums = {
+        name: [tuple(map(int, re.findall(r"\d+", row["question"]))) for row in read[name]]
+        for name in read
+        if "sft" not in name
+    }
+    assert not set(sums["train"]) & set(sums["validation"])
+    for name, numbers in sums.items():
+        for row, (left, right) in zip(read[name], numbers, strict=True):
+            assert row["answer"].endswith(f"\n#### {left + right}"), row
+            assert all(eval(f"{column.partition('=')[0]}") == int(column.partition("=")[2])
+                       for column in row["answer"].splitlines()[:-1])  # fmt: skip
+    said = [(row["question"], row["answer"]) for row in read["train"]]
+    pupil = [(row["messages"][0]["content"], row["messages"][1]["content"]) for row in read["sft"]]
+    assert [question for question, _ in said] == [question for question, _ in pupil]
+    right = sum(one == other for one, other in zip(said, pupil, strict=True)) / len(said)
+    assert 0.3 < right < 0.7

@@ -33,6 +33,10 @@ sys.path.insert(0, str(ROOT))
 ROLL_ASYNC = ("-m", "roll_async.cli")
 DEMO_ASSETS = {"output/demo_assets/model": (*ROLL_ASYNC, "demo", "--assets-only")}
 AGENTIC_ASSETS = {"output/agentic_assets/model": ("tools/make_agentic_assets.py",)}
+WORD_PROBLEMS = {
+    "output/word_problems/model": ("tools/make_gsm8k_assets.py", "--word-problems"),
+    "output/sft_word_problems/hf": (*ROLL_ASYNC, "sft", "sft_word_problems_cpu"),
+}
 EDGE = 3
 """Steps of the start and of the end of a curve."""
 
@@ -49,6 +53,7 @@ class Recipe:
 
 RECIPES = {
     "addition": Recipe(needs=DEMO_ASSETS, runs={"addition": ("rlvr_config_async_cpu", "max_steps=60")}),
+    "word_problems": Recipe(needs=WORD_PROBLEMS, runs={"word problems": ("rlvr_word_problems_cpu",)}),
     "frozen_lake": Recipe(needs=AGENTIC_ASSETS, runs={"FrozenLake": ("agentic_frozen_lake_async_cpu", "max_steps=40")}),
     "calculator": Recipe(needs=AGENTIC_ASSETS, runs={"calculator": ("agentic_calculator_cpu", "max_steps=30")}),
     "off_policy": Recipe(

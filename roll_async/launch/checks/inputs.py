@@ -36,6 +36,8 @@ _MODEL_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py"
 _MAKERS = {
     "demo_assets": "roll-async demo --assets-only",
     "gsm8k_assets": "python tools/make_gsm8k_assets.py",
+    "sft_word_problems": "roll-async sft sft_word_problems_cpu",  # before the name that it holds
+    "word_problems": "python tools/make_gsm8k_assets.py --word-problems",
 }
 
 
