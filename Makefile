@@ -56,8 +56,9 @@ SUITE  := -m pytest tests -n 3 --dist loadfile --no-loadscope-reorder --duration
 test: setup
 	@$(PY) $(SUITE) -m "not long"
 
+# PART= tools, models or roles (tests/conftest.py); without it, all three.
 test-long: setup
-	@$(PY) $(SUITE) -m long
+	@$(PY) $(SUITE) -m "$(or $(PART),long)"
 
 test-all: test test-long
 
