@@ -147,6 +147,13 @@ PAGES: dict[str, Callable[[], str]] = {
 }
 
 
+def on_config(config: MkDocsConfig) -> None:
+    """A page for each certificate, under Models."""
+    (models,) = [entry["Models"] for entry in config.nav or () if "Models" in entry]
+    pages = sorted((ROOT / DOCS / "models").glob("*.md"))
+    models.append({"Certificates": [{page.stem: f"models/{page.name}"} for page in pages]})
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Of mkdocs: add the pages."""
     from mkdocs.structure.files import File

@@ -26,10 +26,7 @@ HF = "actor_infer.strategy_args={strategy_name: hf_infer}"
 ROWS = ("qwen2 tied", "qwen3", "llama 3", "qwen2 moe", "qwen3 moe", "mixtral", "deepseek v3", "deepseek v3 yarn",
         "glm", "glm 4", "glm 4.5", "phi 3")  # fmt: skip
 TP2_PP2, EP2_PP2 = {"tensor": 2, "pipeline": 2}, {"expert": 2, "pipeline": 2}
-CASES = [
-    (name, dict(TP2_PP2, sequence_parallel=True) if name in MOE else TP2_PP2)
-    for name in ROWS
-]
+CASES = [(name, dict(TP2_PP2, sequence_parallel=True) if name in MOE else TP2_PP2) for name in ROWS]
 CASES += [(name, EP2_PP2) for name in ROWS if name in MOE]
 
 

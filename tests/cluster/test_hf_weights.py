@@ -7,6 +7,7 @@ transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 
 import tiny_families
+from tiny_families import FAMILIES
 
 from roll_async.inference.hf.weights import WeightTargets
 
@@ -15,7 +16,7 @@ def load(folder):
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("name", ["qwen2 tied", "glm", "qwen2 moe", "qwen3 moe", "mixtral", "deepseek v3"])
+@pytest.mark.parametrize("name", [*FAMILIES])
 def test_a_saved_model_copied_tensor_by_tensor_is_that_model(tmp_path, name):
     tiny_families.save_tiny(name, tmp_path)
     expected, model = load(tmp_path).state_dict(), load(tmp_path)

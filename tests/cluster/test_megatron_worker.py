@@ -12,10 +12,10 @@ pytest.importorskip("megatron.core")
 transformers = pytest.importorskip("transformers")
 
 
-from roll_async.commands.certify.rank_side import WholeBatchWorker
 from roll_async.algorithms.correction import CorrectionOptions, correct
 from roll_async.algorithms.objective import LossSettings
 from roll_async.checkpoint.folders.hf_config import HfConfig
+from roll_async.commands.certify.rank_side import WholeBatchWorker
 from roll_async.config.api import load
 from roll_async.config.options.policy_loss_options import PpoOptions
 from roll_async.trainer.megatron.model.model_flops import model_flops

@@ -62,6 +62,7 @@ _LATENT_ATTENTION = (
     *OUTPUT_PROJECTION,
 )
 
+
 def _fields(config: HfConfig) -> dict[str, object]:
     # first_k_dense_replace says which layers have experts, and no other key may.
     config.require(moe_layer_freq=1)

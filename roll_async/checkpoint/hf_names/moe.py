@@ -119,6 +119,14 @@ def qwen_routing_fields(config: HfConfig) -> dict[str, object]:
     }
 
 
+SIGMOID_ROUTING = {
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 0.0,
+}
+
+
 def first_dense(config: HfConfig) -> list[bool]:
     """Which layers have experts, where the first few have none."""
     dense = config.integer("first_k_dense_replace", default=0)
@@ -138,13 +146,10 @@ def grouped_routing_fields(config: HfConfig, sparse: Sequence[bool]) -> dict[str
             expert_size=expert_size,
             normalised=True,
         ),
+        **SIGMOID_ROUTING,
         "moe_layer_freq": moe_layers(len(sparse), sparse),
         "moe_shared_expert_intermediate_size": config.integer("n_shared_experts") * expert_size,
-        "moe_router_load_balancing_type": "seq_aux_loss",
-        "moe_router_score_function": "sigmoid",
         "moe_router_topk_scaling_factor": config.number("routed_scaling_factor"),
-        "moe_router_enable_expert_bias": True,
-        "moe_router_bias_update_rate": 0.0,
         **_group_fields(config),
     }
 

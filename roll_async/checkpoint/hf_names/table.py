@@ -17,7 +17,6 @@ from functools import cache
 
 from roll_async.checkpoint.folders.hf_config import HfConfig
 
-
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 """Of small models."""
 
@@ -116,6 +115,8 @@ class Family:
     the rows do not describe."""
     sandwich_norms: bool = False
     """The outputs of attention and MLP are normalised before they join the residual."""
+    projection_norms: bool = False
+    """Queries, and keys, are normalised over all heads together."""
     rotary_fraction: float = 1.0
     """Share of the head that is rotated where config.json does not say."""
     tiny: Mapping[str, Mapping[str, object]]

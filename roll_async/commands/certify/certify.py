@@ -51,7 +51,9 @@ def command(models: Sequence[str], everything: bool, engine: str, pages: Path | 
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        chosen = list(FAMILIES) if everything else list({family.name: family for family in map(_family, models)}.values())
+        chosen = (
+            list(FAMILIES) if everything else list({family.name: family for family in map(_family, models)}.values())
+        )
     except ValueError as error:
         return bad_usage("certify", error)
     if not chosen:
@@ -59,7 +61,7 @@ def command(models: Sequence[str], everything: bool, engine: str, pages: Path | 
         return EXIT_FINISHED
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # as ranks and engines on the CPU want it
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")  # torch's of names that Megatron uses
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of Megatron, about packages and names
     try:
         return _certify(chosen, engine, pages)
     except KeyboardInterrupt:
@@ -90,8 +92,8 @@ def _family(model: str) -> Family:
 
 def _certify(families: Sequence[Family], engine: str, pages: Path | None) -> int:
     from roll_async.commands.certify.checks import checks_of_engine, checks_of_files, checks_of_layouts
-    from roll_async.commands.certify.rank_pool import RankPool
     from roll_async.commands.certify.pages import write_page
+    from roll_async.commands.certify.rank_pool import RankPool
 
     pool, failed, began = RankPool(), 0, time.monotonic()
     for family in families:
@@ -104,7 +106,7 @@ def _certify(families: Sequence[Family], engine: str, pages: Path | None) -> int
                 for checks in (
                     checks_of_layouts(family, shape, pool, work),
                     checks_of_files(family, pool, work),
-                    checks_of_engine(family, engine, work) if engine != "none" else (),
+                    checks_of_engine(family, shape, engine, work) if engine != "none" else (),
                 ):
                     for check in checks:
                         found[shape].append(check)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,15 +23,16 @@ from roll_async.commands.certify.rank_pool import RankPool
 from roll_async.commands.certify.rank_side import (
     ROWS,
     WIDTH,
-    Measured,
+    LayoutReport,
     measure,
     train_adapters,
     transformers_logprobs,
 )
 from roll_async.commands.certify.rounding import FLOAT32, SURE, Bounds, apart
+from roll_async.commands.certify.template import REWARD, RUN
 from roll_async.commands.demo.addition import problems
 from roll_async.commands.demo.assets import make_tokenizer, write_rows
-from roll_async.config.options.policy_loss_options import PpoOptions
+from roll_async.config.schema_algorithm import AlgorithmConfig
 from roll_async.trainer.megatron.settings import MegatronSettings, OptimizerSettings, ParallelSizes
 from roll_async.weight_sync.canary import BANDS
 
@@ -64,15 +66,15 @@ def has_experts(family: Family) -> bool:
     return any(row.is_expert for row in family.rows)
 
 
-def save_tiny(family: Family, shape: str, folder: Path) -> torch.nn.Module:
-    """Write the model with norms and biases that are not trivial; returns the Transformers model."""
+def save_tiny(family: Family, shape: str, folder: Path, **sizes: int) -> torch.nn.Module:
+    """Write the model with norms and biases that are not trivial; returns the Transformers model. `sizes`: others."""
     import transformers
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     kind = family.architectures[0].removesuffix("ForCausalLM")
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**{**TINY, **family.tiny[shape]})
+    config = getattr(transformers, f"{kind}Config")(**{**TINY, **family.tiny[shape], **sizes})
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
     for part, tensor in (*model.named_parameters(), *model.named_buffers()):
         if "bias" in part or "norm" in part:
@@ -85,13 +87,14 @@ def settings_of(folder: Path, layout: str) -> MegatronSettings:
     """fp32, rows packed but on one rank. Adam turns the rounding of tiny gradients into whole steps; the larger epsilon
     keeps a step a smooth function of them.
     """
+    defaults = AlgorithmConfig()
     packed = {} if layout == "1 rank" else {"micro_batching": "packed", "max_tokens_per_microbatch": 2 * WIDTH}
     return MegatronSettings(
         model_folder=str(folder),
         dtype="fp32",
         parallel=LAYOUTS[layout],
         optimizer=OptimizerSettings(learning_rate=3e-3, epsilon=1e-6),
-        loss=LossSettings(pg_variant="ppo", pg_options=PpoOptions()),
+        loss=LossSettings(pg_variant=defaults.pg_variant, pg_options=defaults.pg_options),
         micro_batch_rows=4,
         mini_batch_rows=ROWS,
         **packed,  # type: ignore[arg-type]
@@ -104,20 +107,22 @@ def checks_of_layouts(family: Family, shape: str, pool: RankPool, work: Path) ->
     vocabulary = int(str(TINY["vocab_size"]))
     save_tiny(family, shape, folder)
     theirs = transformers_logprobs(folder, vocabulary)
-    one: Measured | None = None
+    one: LayoutReport | None = None
     for layout, sizes in LAYOUTS.items():
         if layout == "EP2" and not has_experts(family):
             continue
         world_size = sizes.tensor * sizes.pipeline * sizes.expert
         given = {"settings": settings_of(folder, layout), "checkpoint": str(work / "checkpoint")}
-        found: Measured = pool.run(measure, world_size, vocabulary=vocabulary, **given)[0]
+        found: LayoutReport = pool.run(measure, world_size, vocabulary=vocabulary, **given)[0]
         exact = "every tensor, bit for bit" if not found.unequal else f"not {', '.join(found.unequal[:3])}"
         yield Check(what=f"export, {layout}", found=exact, holds=not found.unequal)
         yield _near(f"log-probs against Transformers, {layout}", found.before, theirs, _BOUNDS.forward)
         if one is None:
             one = found
             continue
-        yield _near(f"gradient norm, {layout}", torch.tensor(found.grad_norm), torch.tensor(one.grad_norm), _BOUNDS.step)
+        yield _near(
+            f"gradient norm, {layout}", torch.tensor(found.grad_norm), torch.tensor(one.grad_norm), _BOUNDS.step
+        )
         moved = float((one.after - one.before).abs().max())
         routed = has_experts(family)
         yield _near(f"after a step, {layout}", found.after, one.after, _BOUNDS.moved, of=moved, routed=routed)
@@ -167,22 +172,20 @@ def _unequal(one: HfFolder, other: HfFolder) -> list[str]:
     return [n for n in names if n not in one or n not in other or not torch.equal(one.tensor(n), other.tensor(n))]
 
 
-def checks_of_engine(family: Family, engine: str, work: Path) -> Iterator[Check]:
-    """A run of two steps: after each push the engine scores rows as the trainer does. With the routes of experts
-    replayed, where there are any. After `checks_of_layouts`.
+def checks_of_engine(family: Family, shape: str, engine: str, work: Path) -> Iterator[Check]:
+    """A run of two steps that change the weights: after each push the engine scores rows as the trainer does. With the
+    routes of experts replayed, where there are any.
     """
-    make_tokenizer(work / "hf")
+    # vLLM's CPU build has no attention for smaller heads.
+    save_tiny(family, shape, work / "engine", hidden_size=32 * int(str(TINY["num_attention_heads"])))
+    make_tokenizer(work / "engine")
     write_rows(work / "train.jsonl", problems(64, seed=7))
-    overrides = [
-        f"pretrain={work / 'hf'}", f"actor_train.data_args.file_name={work / 'train.jsonl'}", f"output_dir={work}",
-        "exp_name=run", "max_steps=2", "validation=null", "eval_steps=0", "save_steps=0", "rollout_batch_size=8",
-        "num_return_sequences_in_group=4", "response_length=24", "weight_sync.on_mismatch=stop",
-        "actor_train.training_args.per_device_train_batch_size=32",
-        "actor_train.training_args.gradient_accumulation_steps=1",
-        f"actor_infer.strategy_args={{strategy_name: {engine}}}",
-        f"actor_train.router_replay={str(has_experts(family)).lower()}",
-    ]  # fmt: skip
-    command = [sys.executable, "-m", "roll_async", "run", "--config", "rlvr_config_sync_cpu", *overrides]
+    (work / "certificate_reward.py").write_text(REWARD)
+    config = work / "certificate.yaml"
+    config.write_text(RUN.format(work=work, has_experts=str(has_experts(family)).lower()))
+    command = [sys.executable, "-m", "roll_async", "run", "--config", str(config)]
+    # As an override: the options of the demo's engine are not merged into those of another.
+    command.append(f"actor_infer.strategy_args={{strategy_name: {engine}}}")
     what = f"engine {engine} against the trainer, pushes of a run"
     yield Check(what=what, **_pushes_of(command, work))
 
@@ -190,14 +193,19 @@ def checks_of_engine(family: Family, engine: str, work: Path) -> Iterator[Check]
 def _pushes_of(command: Sequence[str], work: Path) -> dict[str, Any]:
     """What was found of a run."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_ENGINE_TIMEOUT_S)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_ENGINE_TIMEOUT_S, cwd=work)
     except subprocess.TimeoutExpired:
         return {"found": f"the run did not end within {_ENGINE_TIMEOUT_S:g} s", "holds": False}
     if done.returncode:
-        told = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
-        return {"found": f"the run ended with {done.returncode}: {told[-1][:300]}", "holds": False}
+        told = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+        why = next((line for line in reversed(told) if line.startswith("ERROR")), told[-1] if told else "no word")
+        return {"found": f"the run ended with {done.returncode}: {why[:300]}", "holds": False}
     steps = [json.loads(line) for line in (work / "run" / "metrics.jsonl").read_text().splitlines()]
-    found = [m["weights/canary_difference"] for m in steps if "weights/canary_difference" in m]
-    if not found:
-        return {"found": "the run compared nothing", "holds": False}
-    return {"found": f"{max(found):.1e} nats", "holds": max(found) <= BANDS["fp32"]}
+    compared = [m for m in steps if "weights/canary_difference" in m]
+    found = max((m["weights/canary_difference"] for m in compared), default=math.inf)
+    moved = max((m["weights/canary_moved"] for m in compared if "weights/canary_moved" in m), default=0.0)
+    # An engine that stayed behind would be off by what the steps moved.
+    return {
+        "found": f"{found:.1e} nats, after steps that moved them by {moved:.1e}",
+        "holds": found <= BANDS["fp32"] and moved > 10 * BANDS["fp32"],
+    }

@@ -18,6 +18,7 @@ def write_page(folder: Path, family: Family, found: Mapping[str, Sequence[Check]
 
 def page(family: Family, found: Mapping[str, Sequence[Check]]) -> str:
     """Markdown."""
+    architectures = ", ".join(f"`{name}`" for name in family.architectures)
     sizes = ", ".join(known_names(family.architectures))
     whats = list(dict.fromkeys(check.what for checks in found.values() for check in checks))
     by_shape = {shape: {check.what: check for check in checks} for shape, checks in found.items()}
@@ -31,14 +32,18 @@ def page(family: Family, found: Mapping[str, Sequence[Check]]) -> str:
             "",
             f"Made by `roll-async certify {family.name} --pages docs_roll/models`. {ended}",
             "",
-            f"Architectures: {', '.join(f'`{a}`' for a in family.architectures)}. A `config.json` that asks for what the",
+            f"Architectures: {architectures}. A `config.json` that asks for what the",
             "rows of the family do not describe is refused by its key.",
             "",
-            *([f"Their memory is known without a download (`roll-async show CONFIG --memory`): {sizes}.", ""] if sizes else []),
+            *(
+                [f"Their memory is known without a download (`roll-async show CONFIG --memory`): {sizes}.", ""]
+                if sizes
+                else []
+            ),
             "## Certificate",
             "",
-            "Small random models with every part that the family may have, float32, two cores; what the checks are is in",
-            "[model families](../conversion.md#certificates).",
+            "Small random models with every part that the family may have, float32, two cores; what the checks are is",
+            "in [model families](../conversion.md#certificates).",
             "",
             "| check | " + " | ".join(by_shape) + " |",
             "|---" * (1 + len(by_shape)) + "|",

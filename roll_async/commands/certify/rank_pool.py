@@ -23,11 +23,12 @@ _PRELOAD = ["roll_async.trainer.megatron.worker", "torch._dynamo", "torch.onnx"]
 def _play(pipe: Connection, function: Callable[..., object], arguments: dict[str, object]) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     gc.freeze()  # a collection of this rank's need not look through all that the server imported
+    told: tuple[bool, object] | None = None
     try:
-        pipe.send((True, function(**arguments)))
-    except BaseException:
-        pipe.send((False, traceback.format_exc()))
-    pipe.poll(60)  # tensors are fetched from this process while the answer is read
+        told = True, function(**arguments)
+    finally:
+        pipe.send(told or (False, traceback.format_exc()))
+        pipe.poll(60)  # tensors are fetched from this process while the answer is read
 
 
 class RankPool:
@@ -45,7 +46,7 @@ class RankPool:
     def run(
         self, function: Callable[..., object], world_size: int, timeout: float = 300, **arguments: object
     ) -> list[Any]:
-        """What each rank answers. Raises RuntimeError when one fails, dies, or says nothing within `timeout` seconds."""
+        """What each rank answers. Raises RuntimeError when one fails, dies, or is silent for `timeout` seconds."""
         from roll_async.cluster.network import held_port  # brings Ray, which no rank needs
 
         with held_port("127.0.0.1") as port:

@@ -116,7 +116,7 @@ def batch(vocabulary: int) -> tuple[TokenRows, PolicyRows]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class LayoutReport:
     """Of one layout, on rank 0. Log-probs are [B,T]."""
 
     unequal: tuple[str, ...]
@@ -131,10 +131,8 @@ class Measured:
 
 def measure(
     rank: int, world_size: int, port: int, settings: MegatronSettings, checkpoint: str, vocabulary: int
-) -> Measured | None:
-    """Weights out, log-probs, a step, log-probs; from the checkpoint after one step of one rank, which makes it, another
-    step.
-    """
+) -> LayoutReport | None:
+    """Weights out, log-probs, a step, log-probs; then another step from the checkpoint of one rank, which makes it."""
     worker = start_worker(rank, world_size, port, settings)
     rows, policy = batch(vocabulary)
     exported = {name: tensor.clone() for name, tensor in worker.export_named_tensors()}
@@ -151,7 +149,7 @@ def measure(
     if rank:
         return None
     assert before is not None and after is not None and resumed is not None, "rank 0 has the answers"
-    return Measured(
+    return LayoutReport(
         unequal=_unequal(exported, settings.model_folder),
         before=before,
         grad_norm=grad_norm,
@@ -164,7 +162,9 @@ def _unequal(exported: Mapping[str, Tensor], folder: str) -> tuple[str, ...]:
     source = HfFolder(folder)
     names = {*source.names(), *exported}
     return tuple(
-        sorted(n for n in names if n not in source or n not in exported or not torch.equal(exported[n], source.tensor(n)))
+        sorted(
+            n for n in names if n not in source or n not in exported or not torch.equal(exported[n], source.tensor(n))
+        )
     )
 
 

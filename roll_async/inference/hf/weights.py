@@ -17,7 +17,7 @@ class WeightTargets:
 
     def __init__(self, model: nn.Module, model_type: str) -> None:
         """`model_type`: of config.json."""
-        self._mixtral = model_type == "mixtral"
+        self._mixtral = model_type in ("mixtral", "minimax_m2")
         # Buffers that are not saved, such as rotary tables, come in no push.
         persistent = model.state_dict().keys()
         buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in persistent]

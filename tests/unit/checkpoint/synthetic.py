@@ -28,7 +28,7 @@ def shape_of_tensor(name, config):
     module = name.removesuffix(".weight").removesuffix(".bias").rsplit(".", 1)[-1]
     inner = c["intermediate_size"]
     if ".experts." in name and "block_sparse" not in name or "shared_experts" in name:
-        inner = c["moe_intermediate_size"]
+        inner = c.get("moe_intermediate_size", inner)
     elif "shared_expert." in name:
         inner = c["shared_expert_intermediate_size"]
     experts = c.get("n_routed_experts") or c.get("num_local_experts") or c.get("num_experts")

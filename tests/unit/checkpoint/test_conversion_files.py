@@ -105,7 +105,9 @@ def test_a_megatron_folder_without_one_of_its_tensors_is_refused_and_nothing_is_
 
 
 def test_an_untied_model_without_output_layer_and_biases_the_config_denies_are_refused(make, tmp_path):
-    source, tensors = make("Glm4ForCausalLM", attention_bias=False)
+    source, tensors = make("Glm4ForCausalLM")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "attention_bias": False}))
     with pytest.raises(ValueError, match=r"self_attn.q_proj.bias is unknown"):
         hf_to_megatron(source, tmp_path / "megatron", PLAIN)
     without = {name: t for name, t in tensors.items() if not name.endswith(".bias")}

@@ -8,6 +8,7 @@ from enum import Enum
 from functools import cache
 
 import torch
+import torch.distributed as dist
 from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -21,6 +22,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
+from roll_async.checkpoint.hf_names.table import Family
+from roll_async.trainer.megatron import ranks
 from roll_async.trainer.megatron.model.attention import Rotation, SdpaAttention
 from roll_async.trainer.megatron.state import engine_import
 
@@ -63,6 +66,48 @@ class LatentRMSNorm(TorchRMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, **_: object) -> None:
         super().__init__(config, hidden_size, eps=1e-6)
+
+
+class ProjectionRMSNorm(torch.nn.Module):
+    """Normalises the queries (or keys) of all heads together, of which a tensor-parallel rank has a part (OLMoE,
+    MiniMax-M2). Takes and gives [..., heads of the rank, size].
+
+    Every rank holds the whole weight: Megatron sums the gradients of what is called q_layernorm and k_layernorm over
+    tensor-parallel ranks, and each of them has those of its own part.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, num_heads: int, eps: float = 1e-5, **_: object
+    ) -> None:
+        """`hidden_size` of a head; `num_heads` of the whole model."""
+        super().__init__()
+        self._group, self._epsilon = ranks.tensor_group(), eps
+        self.weight = torch.nn.Parameter(torch.ones(num_heads * hidden_size, dtype=config.params_dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        exact = x.float()
+        squares = _SumOfRanks.apply(exact.square().sum((-2, -1), keepdim=True), self._group)
+        normed = exact * torch.rsqrt(squares / len(self.weight) + self._epsilon)
+        own = self.weight.chunk(self._group.size())[self._group.rank()]
+        return own.view(x.shape[-2:]) * normed.to(x.dtype)
+
+
+class _SumOfRanks(torch.autograd.Function):
+    """All-reduce whose result every rank goes on with: gradients of all of them are summed as well."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # noqa: ANN001
+        ctx.group = group
+        if group.size() > 1:
+            dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN001
+        if ctx.group.size() > 1:
+            grad = grad.contiguous()
+            dist.all_reduce(grad, group=ctx.group)
+        return grad, None
 
 
 class SandwichLayer(TransformerLayer):
@@ -116,11 +161,11 @@ class LayerChoice(Enum):
 
 def block_spec(
     config: TransformerConfig,
+    family: Family,
     *,
     layers: LayerChoice,
     rotation: Rotation | None,
     stage: int | None = None,
-    sandwich_norms: bool = False,
 ) -> TransformerBlockSubmodules:
     """This pipeline stage's layers. `rotation` of local attention; None: Megatron rotates. `stage` counts the chunks of
     an interleaved pipeline.
@@ -140,7 +185,13 @@ def block_spec(
                 else ModuleSpec(module=SdpaAttention, params={"rotation": rotation})
             )
             _make_local(layer, config, core)
-        if sandwich_norms:
+        if family.projection_norms:
+            assert isinstance(layer.submodules, TransformerLayerSubmodules)
+            assert isinstance(attention := layer.submodules.self_attention, ModuleSpec)
+            queries, keys = {"num_heads": config.num_attention_heads}, {"num_heads": config.num_query_groups}
+            attention.submodules.q_layernorm = ModuleSpec(module=ProjectionRMSNorm, params=queries)
+            attention.submodules.k_layernorm = ModuleSpec(module=ProjectionRMSNorm, params=keys)
+        if family.sandwich_norms:
             layer.module, layer.params = SandwichLayer, {**layer.params, "norm": block.layer_norm}
     return block
 

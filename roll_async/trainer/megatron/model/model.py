@@ -167,10 +167,10 @@ class HfBackedModel:
             config=self.config,
             transformer_layer_spec=block_spec(  # pyright: ignore[reportArgumentType]  # Megatron takes a block's, too
                 self.config,
+                self._family,
                 layers=layers,
                 rotation=rotation,
                 stage=stage,
-                sandwich_norms=self._family.sandwich_norms,
             ),
             vocab_size=config.integer("vocab_size"),
             max_sequence_length=context,
