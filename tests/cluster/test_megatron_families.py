@@ -2,7 +2,11 @@
 against one rank; files and adapters. And what the certificate would not overlook.
 """
 
+import json
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +22,9 @@ from roll_async.checkpoint.folders.hf_folder import HfFolder
 from roll_async.checkpoint.hf_names.families import family_of
 from roll_async.commands.certify import checks
 from roll_async.trainer.megatron.model.model_config import transformer_config
+from tests.patience import patient
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -49,6 +56,37 @@ def test_a_certificate_sees_a_thousandth_of_a_nat_a_tensor_and_another_step(rank
         "export, PP2", "after a step, PP2",
     }  # fmt: skip
     assert any("model.norm.weight" in check.found for check in found)
+
+
+def test_the_command_asks_an_engine_too_and_writes_the_page(tmp_path):
+    """Of a mixture of experts: the run replays routes."""
+    command = [sys.executable, "-m", "roll_async", "certify", "olmoe", "--pages", str(tmp_path / "pages")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patient(300), cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all checks hold, 1 families" in done.stdout and "FAIL" not in done.stdout
+    engine = [line for line in (tmp_path / "pages" / "olmoe.md").read_text().splitlines() if "engine hf_infer" in line]
+    assert len(engine) == 1 and "nats, after steps that moved them by" in engine[0]
+
+
+def test_an_engine_that_stays_behind_or_a_run_that_ends_is_no_certificate(tmp_path, monkeypatch):
+    def ends(code, difference, moved, told=""):
+        def run(command, **given):
+            (tmp_path / "run").mkdir(exist_ok=True)
+            metrics = {"weights/canary_difference": difference, "weights/canary_moved": moved}
+            (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps({"step": 1}) + "\n" + json.dumps(metrics))
+            return subprocess.CompletedProcess(command, code, told, "")
+
+        return run
+
+    def found(run):
+        monkeypatch.setattr(checks.subprocess, "run", run)
+        (check,) = checks.checks_of_engine(FAMILIES["qwen3"][0], "qwen3", "hf_infer", tmp_path)
+        return check.holds, check.found
+
+    assert found(ends(0, 1e-6, 0.5))[0]
+    assert not found(ends(0, 0.4, 0.5))[0] and not found(ends(0, 1e-6, 1e-6))[0]
+    holds, said = found(ends(3, 0.0, 0.0, "step 1\nERROR: SyncFailed: no engine\n"))
+    assert not holds and "the run ended with 3: ERROR: SyncFailed: no engine" in said
 
 
 @pytest.fixture

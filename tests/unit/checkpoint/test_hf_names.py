@@ -1,5 +1,6 @@
 """The name tables: both spellings resolve, nothing is named twice, unknown names and undescribed models are refused."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from roll_async.checkpoint.hf_names.table import ParameterRow, Transform, shape_
 from roll_async.checkpoint.transforms import HeadLayout, shard, to_hf, to_megatron, unshard
 
 ARCHITECTURES = list(synthetic.CONFIGS)
+PAGES = Path(__file__).resolve().parents[3] / "docs_roll" / "models"
 
 
 def parameters(architecture):
@@ -25,6 +27,17 @@ def parameters(architecture):
 
 def test_every_family_has_a_synthetic_model():
     assert {a for family in FAMILIES for a in family.architectures} == set(ARCHITECTURES)
+
+
+def test_every_family_has_a_page_with_a_certificate_that_holds():
+    """`roll-async certify FAMILY --pages docs_roll/models` makes it."""
+    assert {path.stem for path in PAGES.glob("*.md")} == {family.name for family in FAMILIES}
+    for family in FAMILIES:
+        page = (PAGES / f"{family.name}.md").read_text()
+        assert "All checks hold." in page and f"| check | {' | '.join(family.tiny)} |" in page, family.name
+        checked = re.findall(r"^\| (.*?) \|", page, re.M)[2:]
+        experts = any(row.is_expert for row in family.rows)
+        assert len(checked) == (21 if experts else 16) and "hf_infer" in checked[-1], (family.name, checked)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
