@@ -177,6 +177,7 @@ class _Resolver:
             self._names = [n for n, _ in zip((n for n, _ in written(self._root)), range(1000), strict=False)]
         # Only for the first errors: a search compares the name with all others.
         near = closest(name, [n for n in self._names if n != path]) if len(self.errors) < 20 else None
+        assert isinstance(self._root.value, dict)
         top = [*islice(self._root.value, 20), *(["..."] if len(self._root.value) > 20 else [])]
         hint = f"did you mean '{near}'?" if near else f"at its top it has: {', '.join(top)}"
         return self._stop("C011", path, node, f"${{{name}}} names no key of this config; {hint}")

@@ -187,10 +187,12 @@ def block_spec(
             _make_local(layer, config, core)
         if family.projection_norms:
             assert isinstance(layer.submodules, TransformerLayerSubmodules)
-            assert isinstance(attention := layer.submodules.self_attention, ModuleSpec)
+            assert isinstance(layer.submodules.self_attention, ModuleSpec)
+            attention = layer.submodules.self_attention.submodules
+            assert isinstance(attention, SelfAttentionSubmodules)
             queries, keys = {"num_heads": config.num_attention_heads}, {"num_heads": config.num_query_groups}
-            attention.submodules.q_layernorm = ModuleSpec(module=ProjectionRMSNorm, params=queries)
-            attention.submodules.k_layernorm = ModuleSpec(module=ProjectionRMSNorm, params=keys)
+            attention.q_layernorm = ModuleSpec(module=ProjectionRMSNorm, params=queries)
+            attention.k_layernorm = ModuleSpec(module=ProjectionRMSNorm, params=keys)
         if family.sandwich_norms:
             layer.module, layer.params = SandwichLayer, {**layer.params, "norm": block.layer_norm}
     return block
