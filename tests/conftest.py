@@ -38,14 +38,18 @@ LONG = {
         "cluster/test_replica_samples.py", "cluster/test_router_replay.py", "cluster/test_sglang_over_nodes.py",
         "cluster/test_sglang_run.py", "cluster/test_vllm_experts.py",
     ),
-    # Hosts, roles that are killed, services and folders: each starts whole runs.
+    # Hosts, roles that are killed, services and folders: each starts several whole runs.
     "roles": (
         "cluster/test_elastic.py", "cluster/test_engine_processes.py", "cluster/test_first_command.py",
         "cluster/test_fully_async.py::test_a_run_whose_driver", "cluster/test_fully_async.py::test_the_program_typed",
         "cluster/test_hung_roles.py", "cluster/test_modes.py::test_an_engine_that_is_killed",
         "cluster/test_placement.py", "cluster/test_rlvr_runs.py::test_a_run_goes_on",
         "cluster/test_rlvr_runs.py::test_real_gsm8k", "cluster/test_run_lineage.py", "cluster/test_service_outage.py",
-        "cluster/test_two_hosts.py", "service/test_math_verify_service.py",
+        "cluster/test_supervised_runs.py::test_a_rank_that_dies",
+        "cluster/test_supervised_runs.py::test_a_run_that_is_interrupted",
+        "cluster/test_train.py::test_a_script_trains_again", "cluster/test_train.py::test_the_notebook_runs",
+        "cluster/test_two_hosts.py", "cluster/test_wheel.py::test_the_demo_runs_shortened",
+        "service/test_math_verify_service.py",
     ),
 }  # fmt: skip
 """The long series by its parts, each test by the beginning of its id: `make test` leaves them out, `make test-all` runs
