@@ -35,6 +35,8 @@ class Rotary:
         family's share of the head that is rotated. Raises ValueError for a kind that is not supported.
         """
         nested = config.section("rope_parameters", "rope_scaling")
+        if "full_attention" in nested:  # those of windowed layers beside it, see `local`
+            nested = nested.section("full_attention")
         kind = nested.values.get("rope_type") or nested.values.get("type") or "default"  # `type` is the older name
         if kind not in KINDS:
             raise ValueError(f"{nested.source}: rope_type {kind!r} is not supported; supported: {', '.join(KINDS)}")
@@ -46,6 +48,16 @@ class Rotary:
             kind=str(kind),
             parameters=nested,
         )
+
+    @classmethod
+    def local(cls, config: HfConfig) -> Rotary | None:
+        """Of windowed layers, where they rotate otherwise (Gemma 3); None where all rotate alike."""
+        section = config.section("rope_parameters")
+        if "sliding_attention" in section:
+            return cls.of(HfConfig({"rope_parameters": section.values["sliding_attention"]}, config.source))
+        if "rope_local_base_freq" in config:
+            return cls.of(HfConfig({"rope_theta": config.number("rope_local_base_freq")}, config.source))
+        return None
 
     def frequencies(self, dimensions: int, context: int) -> Tensor:
         """[D / 2] float32 angle per position; `context` is the model's max_position_embeddings."""

@@ -47,6 +47,8 @@ class EngineTraits:
     """Of adapters beside pushed weights; 0 = it was never shown to compute with such, None = any."""
     records_whole: bool = True
     """It records experts of all stages, with or without a prefix cache, on CPU, too."""
+    sliding_windows: bool = True
+    """Rows may be longer than the window of a model."""
     cpu_head_sizes: tuple[int, ...] | None = None
     """Of heads that its attention on CPU knows; None = any."""
     block_multiples: Mapping[str, int] = field(default_factory=dict)
@@ -101,6 +103,7 @@ ENGINE_TRAITS = {
         keep_in_place=False,
         samples_all=False,
         receives_parts=False,
+        sliding_windows=False,
     ),
 }  # fmt: skip
 """By strategy name."""

@@ -64,8 +64,8 @@ def test_the_command_asks_an_engine_too_and_writes_the_page(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=patient(300), cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all checks hold, 1 families" in done.stdout and "FAIL" not in done.stdout
-    engine = [line for line in (tmp_path / "pages" / "olmoe.md").read_text().splitlines() if "engine hf_infer" in line]
-    assert len(engine) == 1 and "nats, after steps that moved them by" in engine[0]
+    engine = [line for line in (tmp_path / "pages" / "olmoe.md").read_text().splitlines() if "an engine" in line]
+    assert len(engine) == 1 and "hf_infer: " in engine[0] and "nats, after steps that moved them by" in engine[0]
 
 
 def test_an_engine_that_stays_behind_or_a_run_that_ends_is_no_certificate(tmp_path, monkeypatch):

@@ -56,7 +56,7 @@ def test_the_loop_is_two_files_from_the_start_script_a_weight_push_three_and_the
 
 
 LIMITS = {
-    "lines": 72_250,
+    "lines": 72_420,
     "classes": 835,
     "dataclasses": 384,
     "protocols": 65,
@@ -181,7 +181,7 @@ def test_a_counter_is_counted_in_one_file_and_listed_in_the_documents():
     examples = {
         "agent/lost_world_processes": "agents/worlds.py",
         "router/agreement": "trainer/megatron/model/router_replay.py",
-        "weights/canary_moved": "pipelines/metrics.py",
+        "trainer/tflops_per_device": "trainer/megatron/worker.py",
     }
     for key, file in examples.items():
         assert files_that_name(key) == {file} and f"`{key}`" in listed

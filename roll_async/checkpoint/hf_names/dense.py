@@ -104,18 +104,20 @@ OLD_BUFFERS = ("model.layers.{i}.self_attn.rotary_emb.inv_freq",)
 
 
 def window_fields(config: HfConfig) -> dict[str, object]:
-    """Sliding-window attention of all layers. Raises ValueError where layers differ: Megatron's window is one for all.
+    """Sliding-window attention, in all layers or in those that config.json says.
 
     A window of w positions lets a token attend to itself and the w - 1 before it.
     """
     if not config.integer("sliding_window", default=0):
         return {}
     # Qwen's configs name a window even where it is off; Mistral's have no such switch.
-    if "use_sliding_window" in config.values:
-        if not config.flag("use_sliding_window"):
-            return {}
-        if config.integer("max_window_layers", default=0):
-            raise ValueError(
-                f"{config.source}: sliding windows in some layers only (max_window_layers) are not supported"
-            )
-    return {"window_size": (config.integer("sliding_window") - 1, 0)}
+    if not config.flag("use_sliding_window", default=True):
+        return {}
+    kinds, first = config.values.get("layer_types"), config.integer("max_window_layers", default=0)
+    windowed = [i >= first for i in range(config.integer("num_hidden_layers"))]
+    if isinstance(kinds, list):
+        windowed = [kind == "sliding_attention" for kind in kinds]
+    if not any(windowed):
+        return {}
+    some = {} if all(windowed) else {"window_attn_skip_freq": [int(seen) for seen in windowed]}
+    return {"window_size": (config.integer("sliding_window") - 1, 0), **some}

@@ -13,6 +13,7 @@ from roll_async.checkpoint.hf_names.dense import (
     EMBEDDING,
     MLP,
     QK_NORM,
+    window_fields,
 )
 from roll_async.checkpoint.hf_names.moe import (
     CORRECTION_BIAS,
@@ -33,10 +34,7 @@ _CORRECTION_BIAS = replace(CORRECTION_BIAS, hf=("model.layers.{i}.block_sparse_m
 
 def _dots_fields(config: HfConfig) -> dict[str, object]:
     config.require(attention_bias=False)
-    layers = config.integer("num_hidden_layers")
-    if config.integer("sliding_window", default=0) and config.integer("max_window_layers", default=layers) < layers:
-        raise ValueError(f"{config.source}: sliding windows in some layers only (max_window_layers) are not supported")
-    return {**grouped_routing_fields(config, first_dense(config)), "qk_layernorm": True}
+    return {**grouped_routing_fields(config, first_dense(config)), "qk_layernorm": True, **window_fields(config)}
 
 
 def _olmoe_fields(config: HfConfig) -> dict[str, object]:
@@ -100,6 +98,11 @@ FAMILIES = (
             *experts("mlp.experts"), *shared_experts("mlp.shared_experts"),
         ),
         fields=_dots_fields,
-        tiny={"dots": {**TINY_GROUPED, "head_dim": 32, "first_k_dense_replace": 1, "max_window_layers": 4}},
+        tiny={
+            "dots": {
+                **TINY_GROUPED, "head_dim": 32, "first_k_dense_replace": 1, "sliding_window": 12,
+                "max_window_layers": 2,
+            },
+        },
     ),
 )  # fmt: skip

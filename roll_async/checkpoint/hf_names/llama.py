@@ -73,6 +73,6 @@ FAMILIES = (
         architectures=("HeliumForCausalLM",),
         rows=_ROWS,
         fields=_helium_fields,
-        tiny={"helium": {"head_dim": 16}},
+        tiny={"helium": {"head_dim": 32, "hidden_size": 128}},  # heads fill the width
     ),
 )

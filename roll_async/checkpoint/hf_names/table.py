@@ -117,6 +117,10 @@ class Family:
     """The outputs of attention and MLP are normalised before they join the residual."""
     projection_norms: bool = False
     """Queries, and keys, are normalised over all heads together."""
+    activation: str = "silu"
+    """As config.json names it."""
+    scaled_embedding: bool = False
+    """Embeddings are multiplied with the square root of their width."""
     rotary_fraction: float = 1.0
     """Share of the head that is rotated where config.json does not say."""
     tiny: Mapping[str, Mapping[str, object]]
@@ -124,6 +128,10 @@ class Family:
     all. Together they have every part that the family may have."""
     unused: tuple[str, ...] = ()
     """Patterns of HF names that files may hold and no Megatron parameter needs; `{n}` is the number of layers."""
+
+    def require_activation(self, config: HfConfig) -> None:
+        """Raises ValueError for another one."""
+        config.require(hidden_act=self.activation, hidden_activation=self.activation)
 
     def match(self, megatron_name: str) -> Match:
         """Resolve a Megatron name, either spelling. Raises ValueError for a name no row knows."""

@@ -23,14 +23,18 @@ from roll_async.config.yaml.suggest import closest
 if TYPE_CHECKING:
     from roll_async.commands.certify.checks import Check
 
-_ENGINES = ("hf_infer", "vllm", "sglang", "none")
+_ENGINES = ("auto", "hf_infer", "vllm", "sglang", "none")
 
 
 @click.command(context_settings=HELP)
 @click.argument("models", metavar="[FAMILY]...", nargs=-1)
 @click.option("--all", "everything", is_flag=True, help="Every family.")
 @click.option(
-    "--engine", type=click.Choice(_ENGINES), default="hf_infer", show_default=True, help="What pushes are checked with."
+    "--engine",
+    type=click.Choice(_ENGINES),
+    default="auto",
+    show_default=True,
+    help="What pushes are checked with; auto: hf_infer, and vllm for sliding windows.",
 )
 @click.option("--pages", type=click.Path(path_type=Path), metavar="DIR", help="Also write a page for each family here.")
 def command(models: Sequence[str], everything: bool, engine: str, pages: Path | None) -> int:

@@ -74,7 +74,8 @@ def save_tiny(family: Family, shape: str, folder: Path, **sizes: int) -> torch.n
     disable_progress_bar()
     kind = family.architectures[0].removesuffix("ForCausalLM")
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**{**TINY, **family.tiny[shape], **sizes})
+    config_class = getattr(transformers, f"{kind}TextConfig", None) or getattr(transformers, f"{kind}Config")
+    config = config_class(**{**TINY, **family.tiny[shape], **sizes})
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
     for part, tensor in (*model.named_parameters(), *model.named_buffers()):
         if "bias" in part or "norm" in part:
@@ -178,6 +179,9 @@ def checks_of_engine(family: Family, shape: str, engine: str, work: Path) -> Ite
     """
     # vLLM's CPU build has no attention for smaller heads.
     save_tiny(family, shape, work / "engine", hidden_size=32 * int(str(TINY["num_attention_heads"])))
+    if engine == "auto":
+        fields = family.fields(HfFolder(str(work / "engine")).config)
+        engine = "vllm" if "window_size" in fields else "hf_infer"
     make_tokenizer(work / "engine")
     write_rows(work / "train.jsonl", problems(64, seed=7))
     (work / "certificate_reward.py").write_text(REWARD)
@@ -186,8 +190,10 @@ def checks_of_engine(family: Family, shape: str, engine: str, work: Path) -> Ite
     command = [sys.executable, "-m", "roll_async", "run", "--config", str(config)]
     # As an override: the options of the demo's engine are not merged into those of another.
     command.append(f"actor_infer.strategy_args={{strategy_name: {engine}}}")
-    what = f"engine {engine} against the trainer, pushes of a run"
-    yield Check(what=what, **_pushes_of(command, work))
+    found = _pushes_of(command, work)
+    yield Check(
+        what="an engine against the trainer, pushes of a run", **{**found, "found": f"{engine}: {found['found']}"}
+    )
 
 
 def _pushes_of(command: Sequence[str], work: Path) -> dict[str, Any]:

@@ -68,11 +68,13 @@ def attend_by_request(
         indices = list(kwargs["read_index"])  # a copy: other layers of the step read the list, too
         indices[allocator.index] = read_index[wanted]
         kwargs["read_index"] = indices
-    key, value = cache.update(key, value, module.layer_idx, kwargs)
+    width = value.shape[-1]
+    # The cache has one size for keys and values; those of latent attention are smaller.
+    key, value = cache.update(key, F.pad(value, (0, key.shape[-1] - width)), module.layer_idx, kwargs)
     keys, values = (x[0].transpose(0, 1) for x in (key, value))
     if not reads_cache:  # every request is new
         keys, values = keys.index_select(0, wanted), values.index_select(0, wanted)
-    return _attend(query[0].transpose(0, 1), keys, values, parts, scaling)[None], None
+    return _attend(query[0].transpose(0, 1), keys, values[..., :width], parts, scaling)[None], None
 
 
 def _reads_all(cache: PagedAttentionCache, module: torch.nn.Module) -> bool:

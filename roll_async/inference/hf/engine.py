@@ -93,6 +93,10 @@ class HfEngine(Engine[HfTicket]):
         else:
             model = AutoModelForCausalLM.from_pretrained(settings.model_folder, **form)
         self._model = model.eval().to(settings.device)  # pyright: ignore[reportArgumentType]  # wraps Module.to, loses self
+        if getattr(self._model.config, "kv_lora_rank", None):
+            # The cache of continuous batching asks for it; by itself it is the size of the rotary part alone.
+            sizes = self._model.config
+            sizes.head_dim = sizes.qk_nope_head_dim + sizes.qk_rope_head_dim
         if settings.sleep_level:  # memory of a memory-mapped checkpoint cannot be released
             for parameter in self._model.parameters():
                 parameter.data = parameter.data.clone()

@@ -79,7 +79,7 @@ def _require_family(model: HfConfig) -> None:
         family = family_of(language_model(model.architecture()))
     except ValueError as error:
         raise ValueError(f"{model.source}: {error}; use a model of one of them") from error
-    model.require(hidden_act="silu")
+    family.require_activation(model)
     family.fields(model)
     Rotary.of(model, family.rotary_fraction)
 
@@ -114,6 +114,10 @@ def _limits(config: RunConfig, key: str, model: str, found: HfConfig) -> Iterato
         yield key, f"{n} tokens{own}, but {remedy}; {fits}"
     if engine.device_mapping is None:
         refuse_attention_on_cpu(found, traits)
+    window = family_of(language_model(found.architecture())).fields(found).get("window_size")
+    if not traits.sliding_windows and isinstance(window, tuple) and window[0] + 1 < longest:
+        why = f"{traits.title} loses tokens outside of a sliding window; the model's is {window[0] + 1} positions"
+        yield key, f"{why} ({found.source}), rows have {longest}; use strategy_name: vllm"
 
 
 def _blocks(config: PipelineConfig) -> Iterator[Refusal]:

@@ -13,6 +13,7 @@ import synthetic
 from roll_async.checkpoint.folders.hf_config import HfConfig
 from roll_async.checkpoint.hf_names.families import FAMILIES, family_of
 from roll_async.checkpoint.hf_names.table import ParameterRow, Transform, shape_of
+from roll_async.checkpoint.rotary import Rotary
 from roll_async.checkpoint.transforms import HeadLayout, shard, to_hf, to_megatron, unshard
 
 ARCHITECTURES = list(synthetic.CONFIGS)
@@ -37,7 +38,7 @@ def test_every_family_has_a_page_with_a_certificate_that_holds():
         assert "All checks hold." in page and f"| check | {' | '.join(family.tiny)} |" in page, family.name
         checked = re.findall(r"^\| (.*?) \|", page, re.M)[2:]
         experts = any(row.is_expert for row in family.rows)
-        assert len(checked) == (21 if experts else 16) and "hf_infer" in checked[-1], (family.name, checked)
+        assert len(checked) == (21 if experts else 16) and "an engine" in checked[-1], (family.name, checked)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -90,7 +91,9 @@ def test_an_unknown_architecture_names_the_known_ones():
     ("architecture", "changes", "problem"),
     [
         ("LlamaForCausalLM", {"attention_bias": True}, "attention_bias=True is not supported"),
-        ("Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}, "windows"),
+        ("Gemma3ForCausalLM", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not supported"),
+        ("OlmoeForCausalLM", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported"),
+        ("MiniMaxM2ForCausalLM", {"rotary_dim": 12}, "rotary_dim=12 is not supported, only 16"),
         ("DeepseekV3ForCausalLM", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
         ("DeepseekV3ForCausalLM", {"num_experts_per_tok": 3, "topk_group": 2}, "twice topk_group"),
         ("MixtralForCausalLM", {"num_local_experts": "many"}, "num_local_experts is 'many', expected an integer"),
@@ -99,13 +102,38 @@ def test_an_unknown_architecture_names_the_known_ones():
         ("Ernie4_5ForCausalLM", {"use_bias": True}, "use_bias=True is not supported"),
         ("SeedOssForCausalLM", {"attention_out_bias": True}, "attention_out_bias=True is not supported"),
         ("SmolLM3ForCausalLM", {"use_sliding_window": True}, "use_sliding_window=True is not supported"),
-        ("Dots1ForCausalLM", {"sliding_window": 8, "max_window_layers": 2}, "windows in some layers only"),
     ],
 )  # fmt: skip
 def test_a_model_that_the_rows_do_not_describe_is_refused(architecture, changes, problem):
     config = HfConfig(synthetic.config_of(architecture, **changes), "config.json")
     with pytest.raises(ValueError, match=problem):
         family_of(architecture).fields(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "windowed"),
+    [
+        ({"use_sliding_window": False, "sliding_window": 8}, None),
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, [True] * 3),
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}, [False, False, True]),
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}, None),
+        ({"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+          "use_sliding_window": True, "max_window_layers": 3}, [True, False, False]),
+    ],
+)  # fmt: skip
+def test_a_window_is_in_the_layers_that_the_config_says(changes, windowed):
+    config = HfConfig(synthetic.config_of("Qwen2ForCausalLM", **changes), "config.json")
+    fields = family_of("Qwen2ForCausalLM").fields(config)
+    assert fields.get("window_size") == (None if windowed is None else (7, 0))
+    every = windowed is None or all(windowed)
+    assert fields.get("window_attn_skip_freq") == (None if every else [int(seen) for seen in windowed])
+
+
+def test_older_files_of_gemma_give_the_pattern_of_windows_and_the_base_of_their_rotation():
+    given = {"sliding_window_pattern": 3, "layer_types": None, "rope_local_base_freq": 10_000.0, "rope_theta": 1e6}
+    config = HfConfig(synthetic.config_of("Gemma3ForCausalLM", **given), "config.json")
+    assert family_of("Gemma3ForCausalLM").fields(config)["window_attn_skip_freq"] == [1, 1, 0]
+    assert (Rotary.of(config).base, Rotary.local(config).base) == (1e6, 1e4)
 
 
 def test_layers_without_experts_are_told_apart():

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from roll_async.trainer.megatron.compiled import compiled
@@ -226,13 +227,17 @@ class SdpaAttention(MegatronModule):
         cp_comm_type: str | None = None,
         pg_collection: object = None,
         rotation: Rotation | None = None,
+        local_rotation: Rotation | None = None,
         **_: object,  # head sizes of latent attention: they are read off the tensors
     ) -> None:
         super().__init__(config)
         turns = not config.no_rope_freq or not config.no_rope_freq[layer_number - 1]  # type: ignore[index]
-        self._scale, self._rotation = softmax_scale, rotation if turns else None
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)  # type: ignore[arg-type]
         # Megatron's number is of positions before the query, without itself.
-        self._window = config.window_size[0] + 1 if config.window_size else None
+        self._window = config.window_size[0] + 1 if config.window_size and windowed else None
+        if windowed and local_rotation is not None:
+            rotation = local_rotation
+        self._scale, self._rotation = softmax_scale, rotation if turns else None
         self._context_group = context_group()
 
     def forward(

@@ -54,8 +54,13 @@ class TorchRMSNorm(torch.nn.RMSNorm):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self._fused, self._epsilon = fused_norm(), eps
+        # The stored weight is that much less than the factor (Gemma).
+        self._offset = float(config.layernorm_zero_centered_gamma)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self._offset:
+            weight = self.weight.float() + self._offset
+            return torch.nn.functional.rms_norm(x.float(), self.normalized_shape, weight, self._epsilon).to(x.dtype)
         if self._fused is None:
             return super().forward(x)
         return self._fused(x, self.weight, self.normalized_shape, self._epsilon)
@@ -165,10 +170,11 @@ def block_spec(
     *,
     layers: LayerChoice,
     rotation: Rotation | None,
+    local_rotation: Rotation | None = None,
     stage: int | None = None,
 ) -> TransformerBlockSubmodules:
-    """This pipeline stage's layers. `rotation` of local attention; None: Megatron rotates. `stage` counts the chunks of
-    an interleaved pipeline.
+    """This pipeline stage's layers. `rotation` of local attention; None: Megatron rotates. `local_rotation`: that of
+    windowed layers, where it is another. `stage` counts the chunks of an interleaved pipeline.
     """
     whole = layers.all_engine
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=whole, normalization="RMSNorm", vp_stage=stage)
@@ -182,7 +188,7 @@ def block_spec(
             core = (
                 TEDotProductAttention
                 if layers.engine_attention
-                else ModuleSpec(module=SdpaAttention, params={"rotation": rotation})
+                else ModuleSpec(module=SdpaAttention, params={"rotation": rotation, "local_rotation": local_rotation})
             )
             _make_local(layer, config, core)
         if family.projection_norms:

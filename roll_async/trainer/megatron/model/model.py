@@ -159,7 +159,15 @@ class HfBackedModel:
         context = config.integer("max_position_embeddings")
         frequencies = rotary.frequencies(int(self.heads.head_size * rotary.fraction), context)
         layers = choose_layers(self._settings.transformer_impl, adapters=self._settings.lora_rank > 0)
-        rotation = None
+        rotation = local_rotation = None
+        if (local := Rotary.local(config)) is not None:
+            if layers.engine_attention:
+                raise ValueError(
+                    f"{config.source}: windowed layers rotate otherwise than the rest, which Transformer Engine's "
+                    "layers cannot; set strategy_config.transformer_impl: local"
+                )
+            turned = local.frequencies(self.heads.head_size, context)
+            local_rotation = Rotation(turned, local.attention_factor(), interleaved=False)
         if not layers.engine_attention and not self.config.multi_latent_attention:
             interleaved = self.config.rotary_interleaved
             rotation = Rotation(frequencies, rotary.attention_factor(), interleaved=interleaved)
@@ -170,6 +178,7 @@ class HfBackedModel:
                 self._family,
                 layers=layers,
                 rotation=rotation,
+                local_rotation=local_rotation,
                 stage=stage,
             ),
             vocab_size=config.integer("vocab_size"),
@@ -189,6 +198,10 @@ class HfBackedModel:
         _mark_experts(module)
         if self.config.recompute_granularity == "full" and module.pre_process:
             module.embedding.register_forward_hook(_carry_gradients)
+        if self._family.scaled_embedding and module.pre_process:
+            # Rounded to the model's dtype first, as it was trained.
+            scale = torch.tensor(config.integer("hidden_size") ** 0.5, dtype=self.config.params_dtype)
+            module.embedding.register_forward_hook(lambda _, given, output: output * scale.to(output.device))
         if module.post_process:
             module.output_layer.__class__ = OutputHead  # pyright: ignore[reportAttributeAccessIssue]  # same fields
         if self._settings.with_value_head and module.post_process:

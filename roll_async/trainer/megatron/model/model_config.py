@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,8 @@ from roll_async.trainer.megatron.settings import MegatronSettings, ParallelSizes
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
+_ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
+
 _NO_FUSION = {
     "bias_dropout_fusion": False,  # without dropout and bias it is one addition as it is
     "masked_softmax_fusion": False,  # of an attention that is not used here
@@ -31,7 +34,7 @@ _NO_FUSION = {
 
 def transformer_config(config: HfConfig, family: Family, settings: MegatronSettings) -> TransformerConfig:
     """Megatron's view of the model. Raises ValueError for a model or layout it cannot be built for."""
-    config.require(hidden_act="silu")
+    family.require_activation(config)
     heads, parallel = HeadLayout.of(config), settings.parallel
     dtype = TORCH_DTYPES[settings.dtype]
     fields: dict[str, object] = {
@@ -42,7 +45,7 @@ def transformer_config(config: HfConfig, family: Family, settings: MegatronSetti
         "kv_channels": heads.head_size,
         "ffn_hidden_size": config.integer("intermediate_size"),
         "gated_linear_unit": True,
-        "activation_func": F.silu,
+        "activation_func": _ACTIVATIONS[family.activation],
         "add_bias_linear": False,
         "normalization": "RMSNorm",
         "layernorm_epsilon": config.number("rms_norm_eps"),
@@ -57,7 +60,7 @@ def transformer_config(config: HfConfig, family: Family, settings: MegatronSetti
         # Every weight is loaded: drawing values first would take longer than that, minutes for billions of them.
         "perform_initialization": False,
         # SwiGLU as a kernel forward and one backward. Its steps one by one would each round to the model's dtype.
-        "bias_activation_fusion": compiles("cuda" if torch.cuda.is_available() else "cpu"),
+        "bias_activation_fusion": family.activation == "silu" and compiles(_device()),
         **_NO_FUSION,
         **_layout(parallel, settings.moe_dispatcher),
         # Gradients are plain sums of all micro-batches and ranks: the loss knows the denominators of the whole step.
@@ -77,6 +80,10 @@ def transformer_config(config: HfConfig, family: Family, settings: MegatronSetti
     if kind is TransformerConfig:
         _set_attention_factor(result, Rotary.of(config, family.rotary_fraction).attention_factor())
     return result
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _layout(parallel: ParallelSizes, dispatcher: str) -> dict[str, object]:
