@@ -98,11 +98,6 @@ FAMILIES = (
             *experts("mlp.experts"), *shared_experts("mlp.shared_experts"),
         ),
         fields=_dots_fields,
-        tiny={
-            "dots": {
-                **TINY_GROUPED, "head_dim": 32, "first_k_dense_replace": 1, "sliding_window": 12,
-                "max_window_layers": 2,
-            },
-        },
+        tiny={"dots": {**TINY_GROUPED, "head_dim": 32, "first_k_dense_replace": 1, "max_window_layers": 4}},
     ),
 )  # fmt: skip

@@ -24,12 +24,7 @@ FAMILIES = (
         architectures=("Qwen2ForCausalLM",),
         rows=(*EMBEDDING, *NORMS, *ATTENTION, *QKV_BIAS, *MLP),
         fields=_qwen2_fields,
-        tiny={
-            "qwen2 tied": {
-                "tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 12, "max_window_layers": 2,
-            },
-            "qwen2.5 yarn": {"rope_parameters": YARN},
-        },
+        tiny={"qwen2 tied": {"tie_word_embeddings": True}, "qwen2.5 yarn": {"rope_parameters": YARN}},
     ),
     Family(
         name="qwen3",
@@ -38,4 +33,4 @@ FAMILIES = (
         fields=_qwen3_fields,
         tiny={"qwen3": {"head_dim": 32, "tie_word_embeddings": True}},
     ),
-)  # fmt: skip
+)
