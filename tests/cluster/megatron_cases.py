@@ -292,13 +292,14 @@ def routers_product(rank, world_size, port):
     from megatron.core.transformer.moe import moe_utils
     from tiny_families import joined
 
+    from roll_async.checkpoint.hf_names.families import family_of
     from roll_async.trainer.megatron.model.layer_spec import LayerChoice, block_spec
 
     found = [vars(moe_utils).get("te_general_gemm", "unbound")]
     with joined(rank, world_size, port, {}):
         for experts in (None, 2):
             config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, num_moe_experts=experts)
-            block_spec(config, layers=LayerChoice.LOCAL, rotation=None)
+            block_spec(config, family_of("Qwen3ForCausalLM"), layers=LayerChoice.LOCAL, rotation=None)
             found.append(vars(moe_utils).get("te_general_gemm", "unbound"))
     return tuple(found)
 

@@ -18,6 +18,7 @@ pytest.importorskip("megatron.core")
 import megatron_cases as cases
 
 from roll_async.trainer.megatron import cpu_shim
+from roll_async.trainer.megatron.worker import MegatronWorker, RankSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -154,9 +155,9 @@ def test_a_rank_is_refused_where_megatron_would_put_its_buffers_elsewhere():
         cpu_shim.require_device("cuda", cuda=False)
     cpu_shim.require_device("cpu", cuda=False)
     cpu_shim.require_device("cuda", cuda=True)
-    nowhere = cases.RankSpec(rank=0, world_size=1, master_addr="127.0.0.1", master_port=1, device="cuda")
+    nowhere = RankSpec(rank=0, world_size=1, master_addr="127.0.0.1", master_port=1, device="cuda")
     with pytest.raises(ValueError, match="torch sees no CUDA device"):
-        cases.MegatronWorker(nowhere, cases.MegatronSettings(model_folder="unread")).start()
+        MegatronWorker(nowhere, cases.MegatronSettings(model_folder="unread")).start()
 
 
 def test_experts_without_transformer_engine_get_the_name_that_megatron_asks_for_and_never_binds(rank_pool):
