@@ -141,6 +141,16 @@ def test_heads_and_blocks_that_the_device_of_vllm_lacks_are_refused(tmp_path):
         assert (not found) == fits and all(f"{ENGINE}.block_size: {size}: vLLM's attention on" in one for one in found)
 
 
+def test_rows_longer_than_a_window_are_refused_with_the_engine_that_would_lose_tokens(tmp_path):
+    window = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}
+    model, engine = f"pretrain={model_in(tmp_path / 'm', **window)}", "actor_infer.strategy_args.strategy_name="
+    problem = only(model, "actor_infer.strategy_args={strategy_name: hf_infer}")  # rows of 24 + 96 tokens
+    assert "hf_infer loses tokens outside of a sliding window; the model's is 64 positions" in problem
+    assert "rows have 120; use strategy_name: vllm" in problem and refused(model, f"{engine}vllm") == []
+    shorter = ("prompt_length=24", "response_length=40", "actor_infer.strategy_args={strategy_name: hf_infer}")
+    assert refused(model, *shorter) == []
+
+
 def test_the_tables_are_those_of_the_installed_vllm():
     """Read from its source: importing it takes seconds."""
     spec = find_spec("vllm")
