@@ -8,6 +8,7 @@ import signal
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,7 +66,8 @@ def command(models: Sequence[str], everything: bool, engine: str, pages: Path | 
         return EXIT_FINISHED
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # as ranks and engines on the CPU want it
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of Megatron, about packages and names
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of Megatron, about packages and names; in ranks and engines
+    warnings.simplefilter("ignore")
     try:
         return _certify(chosen, engine, pages)
     except KeyboardInterrupt:
