@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from roll_async.algorithms.objective import LossSettings
+from roll_async.commands.certify import rank_side
 from roll_async.commands.certify.rank_side import start_worker
 from roll_async.config.options.policy_loss_options import PpoOptions
 from roll_async.trainer.megatron import cpu_shim
@@ -21,11 +22,11 @@ from roll_async.trainer.megatron.model.lora import Adapter
 from roll_async.trainer.megatron.settings import MegatronSettings, OptimizerSettings, ParallelSizes
 from roll_async.trainer.megatron.state.host_state import HostState
 from roll_async.trainer.megatron.state.optimizer_state import parameter_states, parts_of
-from roll_async.trainer.protocol import GivenRows, PolicyRows, TokenRows, ValueRows
+from roll_async.trainer.protocol import GivenRows, ValueRows
 from roll_async.weight_sync.bucket import Content
 from tests.rounding import Bounds, assert_near
 
-NUM_ROWS, WIDTH, VOCABULARY = 16, 30, 64
+NUM_ROWS, WIDTH, VOCABULARY = 16, rank_side.WIDTH, 64
 
 BOUNDS = Bounds(layers=4, hidden=64, inner=96, length=WIDTH, rows=NUM_ROWS)
 """What another layout's order of sums explains."""
@@ -76,30 +77,8 @@ def model_folder(folder, kind, seed=0, vocabulary=VOCABULARY):
 
 
 def batch(num_rows=NUM_ROWS, seed=1, *, a_copy=False):
-    """Rows of different lengths with everything a PPO loss reads. `a_copy`: the last has the tokens of the first, as
-    samples of a group often have.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(8, WIDTH + 1, (num_rows,), generator=generator)
-    tokens = torch.randint(1, VOCABULARY, (num_rows, WIDTH), generator=generator)
-    if a_copy:
-        lengths[-1], tokens[-1] = lengths[0], tokens[0]
-    positions = torch.arange(WIDTH)[None]
-    tokens[positions >= lengths[:, None]] = 0
-    mask = (positions < lengths[:, None]) & (positions >= 4)
-    noise = torch.randn(num_rows, WIDTH, generator=generator)
-    policy = PolicyRows(
-        tokens=tokens,
-        lengths=lengths,
-        mask=mask,
-        advantages=torch.randn(num_rows, 1, generator=generator).expand(-1, WIDTH).contiguous(),
-        behaviour_logprobs=-3 + 0.1 * noise,
-        proximal_logprobs=-3 + 0.05 * noise,
-        correction_weights=None,
-        scores=torch.ones(num_rows),
-        version_lag=torch.ones(num_rows, WIDTH, dtype=torch.int64),
-    )
-    return TokenRows(tokens=tokens, lengths=lengths, mask=mask), policy
+    """Rows of the certificates, as many as these layouts share evenly."""
+    return rank_side.batch(VOCABULARY, num_rows, seed, a_copy=a_copy)
 
 
 def settings_of(folder, *, parallel=None, optimizer=None, loss=None, **fields):
@@ -284,6 +263,11 @@ def exchange_uneven(rank, world_size, port):
     cpu_shim._reduce_scatter_uneven(output, [part * (rank + 1) for part in parts], group=group)
     torch.distributed.destroy_process_group()
     return [part.tolist() for part in parts], output.tolist()
+
+
+def raises(rank, world_size, port, **given):
+    """A rank whose layout does not work."""
+    raise ZeroDivisionError("of a rank")
 
 
 def routers_product(rank, world_size, port):

@@ -20,6 +20,7 @@ from tiny_families import FAMILIES, MOE
 
 from roll_async.checkpoint.folders.hf_folder import HfFolder
 from roll_async.checkpoint.hf_names.families import family_of
+from roll_async.cli import main
 from roll_async.commands.certify import checks
 from roll_async.trainer.megatron.model.model_config import transformer_config
 from tests.patience import patient
@@ -87,6 +88,14 @@ def test_an_engine_that_stays_behind_or_a_run_that_ends_is_no_certificate(tmp_pa
     assert not found(ends(0, 0.4, 0.5))[0] and not found(ends(0, 1e-6, 1e-6))[0]
     holds, said = found(ends(3, 0.0, 0.0, "step 1\nERROR: SyncFailed: no engine\n"))
     assert not holds and "the run ended with 3: ERROR: SyncFailed: no engine" in said
+
+
+def test_a_rank_that_raises_is_a_check_that_fails(monkeypatch, capsys):
+    monkeypatch.setattr(checks, "measure", cases.raises)
+    assert main(["certify", "qwen3", "--engine", "none"]) == 1
+    said = capsys.readouterr()
+    assert "FAIL ranks: ZeroDivisionError: of a rank" in said.out and "1 checks FAILED" in said.out
+    assert "in raises" in said.err, "the traceback of the rank"
 
 
 @pytest.fixture

@@ -96,6 +96,7 @@ OTHERS = {
     "certify GPT2ForCausalLM": "architecture GPT2ForCausalLM has no entry",
     "certify folder": "folder has no config.json; name a family",
     "certify qwen3 --engine vlm": "'vlm' is not one of",
+    "certify qwen3 --pages list.yaml": "--pages list.yaml: .*",
     "serve-policy": "Missing argument 'MODEL'",
     "serve-policy folder": "model folder folder does not exist or holds no config.json",
     "serve-policy folder --port x": "'x' is not a valid integer",

@@ -36,7 +36,7 @@ def page(family: Family, found: Mapping[str, Sequence[Check]]) -> str:
             "rows of the family do not describe is refused by its key.",
             "",
             *(
-                [f"Their memory is known without a download (`roll-async show CONFIG --memory`): {sizes}.", ""]
+                [f"Memory is known without a download (`roll-async show CONFIG --memory`) for {sizes}.", ""]
                 if sizes
                 else []
             ),

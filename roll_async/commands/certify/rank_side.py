@@ -92,25 +92,31 @@ def start_worker(rank: int, world_size: int, port: int, settings: MegatronSettin
     return worker
 
 
-def batch(vocabulary: int) -> tuple[TokenRows, PolicyRows]:
-    """Rows of different lengths: to be scored, and with what a policy loss reads."""
-    generator = torch.Generator().manual_seed(1)
-    lengths = torch.randint(8, WIDTH + 1, (ROWS,), generator=generator)
-    tokens = torch.randint(1, vocabulary, (ROWS, WIDTH), generator=generator)
+def batch(
+    vocabulary: int, num_rows: int = ROWS, seed: int = 1, *, a_copy: bool = False
+) -> tuple[TokenRows, PolicyRows]:
+    """Rows of different lengths: to be scored, and with what a policy loss reads. `a_copy`: the last has the tokens of
+    the first, as samples of a group often have.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(8, WIDTH + 1, (num_rows,), generator=generator)
+    tokens = torch.randint(1, vocabulary, (num_rows, WIDTH), generator=generator)
+    if a_copy:
+        lengths[-1], tokens[-1] = lengths[0], tokens[0]
     positions = torch.arange(WIDTH)[None]
     tokens[positions >= lengths[:, None]] = 0
     mask = (positions < lengths[:, None]) & (positions >= PROMPT)
-    noise = torch.randn(ROWS, WIDTH, generator=generator)
+    noise = torch.randn(num_rows, WIDTH, generator=generator)
     policy = PolicyRows(
         tokens=tokens,
         lengths=lengths,
         mask=mask,
-        advantages=torch.randn(ROWS, 1, generator=generator).expand(-1, WIDTH).contiguous(),
+        advantages=torch.randn(num_rows, 1, generator=generator).expand(-1, WIDTH).contiguous(),
         behaviour_logprobs=-3 + 0.1 * noise,
         proximal_logprobs=-3 + 0.05 * noise,
         correction_weights=None,
-        scores=torch.ones(ROWS),
-        version_lag=torch.ones(ROWS, WIDTH, dtype=torch.int64),
+        scores=torch.ones(num_rows),
+        version_lag=torch.ones(num_rows, WIDTH, dtype=torch.int64),
     )
     return TokenRows(tokens=tokens, lengths=lengths, mask=mask), policy
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from roll_async.checkpoint.folders.hf_config import HfConfig, read_json
 from roll_async.checkpoint.hf_names.families import family_of
+from roll_async.checkpoint.hf_names.table import Family
 from roll_async.checkpoint.hf_names.value_head import language_model
 from roll_async.checkpoint.known_models import known_config
 from roll_async.checkpoint.model_sizes import ModelSizes, embedding_rows, longest_context, tokenizer_rows
@@ -42,7 +43,7 @@ def mismatches(config: RunConfig) -> Iterator[Refusal]:
             if found is None:
                 continue
             if (Path(model) / "config.json").is_file() and "architectures" in found:
-                _require_family(found)
+                described_family(found)
                 yield from _limits(config, key, model, found)
             sizes = ModelSizes.of(found)
         except ValueError as error:
@@ -73,8 +74,8 @@ def _merge(adapter: str) -> str:
     )
 
 
-def _require_family(model: HfConfig) -> None:
-    """Raises ValueError for a model that no family describes: it cannot be trained, nor its weights be pushed."""
+def described_family(model: HfConfig) -> Family:
+    """The family of a model. Raises ValueError where none describes it: it could not be trained or pushed."""
     try:
         family = family_of(language_model(model.architecture()))
     except ValueError as error:
@@ -82,6 +83,7 @@ def _require_family(model: HfConfig) -> None:
     family.require_activation(model)
     family.fields(model)
     Rotary.of(model, family.rotary_fraction)
+    return family
 
 
 def _limits(config: RunConfig, key: str, model: str, found: HfConfig) -> Iterator[Refusal]:
