@@ -64,7 +64,7 @@ def test_the_command_asks_an_engine_too_and_writes_the_page(tmp_path):
     command = [sys.executable, "-m", "roll_async", "certify", "olmoe", "--pages", str(tmp_path / "pages")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=patient(300), cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "all checks hold, 1 families" in done.stdout and "FAIL" not in done.stdout
+    assert "all checks hold; families: 1;" in done.stdout and "FAIL" not in done.stdout
     engine = [line for line in (tmp_path / "pages" / "olmoe.md").read_text().splitlines() if "an engine" in line]
     assert len(engine) == 1 and "hf_infer: " in engine[0] and "nats, after steps that moved them by" in engine[0]
 
@@ -94,7 +94,7 @@ def test_a_rank_that_raises_is_a_check_that_fails(monkeypatch, capsys):
     monkeypatch.setattr(checks, "measure", cases.raises)
     assert main(["certify", "qwen3", "--engine", "none"]) == 1
     said = capsys.readouterr()
-    assert "FAIL ranks: ZeroDivisionError: of a rank" in said.out and "1 checks FAILED" in said.out
+    assert "FAIL ranks: ZeroDivisionError: of a rank" in said.out and "checks FAILED: 1;" in said.out
     assert "in raises" in said.err, "the traceback of the rank"
 
 

@@ -125,6 +125,6 @@ def _certify(families: Sequence[Family], engine: str, pages: Path | None) -> int
         failed += sum(not check.holds for checks in found.values() for check in checks)
         if pages is not None:
             write_page(pages, family, found)
-    checks = "all checks hold" if not failed else f"{failed} checks FAILED"
-    print(f"{checks}, {len(families)} families, {time.monotonic() - began:.0f} s")
+    checks = "all checks hold" if not failed else f"checks FAILED: {failed}"
+    print(f"{checks}; families: {len(families)}; {time.monotonic() - began:.0f} s")
     return 1 if failed else EXIT_FINISHED
