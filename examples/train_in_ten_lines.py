@@ -1,6 +1,6 @@
 """A run in ten lines of Python, on the demo's assets (`make demo-assets`): a tiny model learns to add.
 
-    python examples/train_in_ten_lines.py [STEPS]
+python examples/train_in_ten_lines.py [STEPS]
 """
 
 import sys

@@ -30,10 +30,9 @@ class ProgressReader:
         self._works = True
 
     def read(self, internal_id: str, start: int, held_back: int, version: WeightVersion) -> Tokens | None:
-        """The tokens from `start` on but for the last `held_back` ones; None when there are none, or when vLLM does
-        not run the request. `internal_id`: vLLM's own for it. `version`: of tokens without a label.
-
-        A request that has ended is not found here, so a token that ends one is never read.
+        """The tokens from `start` on but for the last `held_back` ones, and the last one always; None when there are
+        none, or when vLLM does not run the request. `internal_id`: vLLM's own for it. `version`: of tokens without a
+        label.
         """
         if not self._works:
             return None
@@ -52,7 +51,9 @@ def _part(state: RequestState, start: int, held_back: int, version: WeightVersio
     """The number of tokens is read first: a thread may add one meanwhile, whose label comes before it."""
     tokens, logprobs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs.logprobs  # type: ignore[union-attr]
     known = min(len(tokens), len(logprobs))
-    end = known - held_back
+    # The last one may end the request: the thread adds it first, and takes the request out after that. A request that
+    # went on from there on another replica would answer beyond its end.
+    end = known - max(held_back, 1)
     if end <= start:
         return None
     labels = [(int(label), first) for label, first in state.weight_version_starts] if labelled else []

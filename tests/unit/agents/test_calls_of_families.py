@@ -17,6 +17,7 @@ from roll_async.rollout.tools import ToolCompletionCallback
 from roll_async.rollout.trace_tree import TraceTree
 from roll_async.schema import Completion, FinishReason, SamplingParams
 from tests.family_tokenizers import make_family
+from tests.patience import patient
 
 TOOL = {
     "type": "function",
@@ -259,13 +260,13 @@ def test_thousands_of_results_are_one_turn_in_linear_time():
     text = renderer.render(
         [Message(role="user", content="q"), Message(role="assistant", content="a"), *many], (), ()
     ).text
-    assert time.process_time() - started < 2.0 and text.count("<tool_response>") == 9000
+    assert time.process_time() - started < patient(2.0) and text.count("<tool_response>") == 9000
     calls = tuple(ToolCall(name="f", call_id=f"c{i}") for i in range(9000))
     answers = [Message(role="tool", content="r", call_id=f"c{i}") for i in reversed(range(9000))]
     renderer = TemplateRenderer(make_family("qwen-3"))
     started = time.process_time()
     renderer.render([Message(role="user", content="q"), Message(role="assistant", tool_calls=calls), *answers], (), ())
-    assert time.process_time() - started < 4.0
+    assert time.process_time() - started < patient(4.0)
 
 
 def test_each_result_names_the_call_that_it_answers():

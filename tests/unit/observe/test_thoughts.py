@@ -15,6 +15,7 @@ from roll_async.observe.thoughts import (
     thought_of,
     with_thought_closed,
 )
+from tests.patience import patient
 
 QWEN = "<|im_start|>user\n9+9?<|im_end|>\n<|im_start|>assistant\n"
 OPENED = QWEN + "<think>\n"
@@ -153,9 +154,9 @@ def test_a_cut_inside_a_thought_is_unfinished_wherever_it_falls(thought, cut):
 @pytest.mark.parametrize("piece", ["<think>", "</think>", "<", "</thin", " ", "<|start|>", "<|end|>"])
 def test_time_is_linear_in_the_text(piece):
     text = piece * (2_000_000 // len(piece))
-    began = time.perf_counter()
+    began = time.process_time()
     thought_of("assistant", text, ALL)
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < patient(5.0)
 
 
 def test_marks_are_those_of_the_template_and_of_the_vocabulary():

@@ -19,6 +19,7 @@ from roll_async.rollout.groups import GroupScope, TrajectoryRequest
 from roll_async.rollout.scoring import RewardScoring, ScoringOptions
 from roll_async.rollout.tools import ToolCompletionCallback
 from roll_async.schema import Completion, FinishReason, SamplingParams
+from tests.patience import patient
 
 END = 7
 
@@ -402,4 +403,4 @@ def test_call_marks_nested_a_hundred_thousand_deep_are_read_in_linear_time():
     assert [bool(call.problem) for call in HERMES.read(opens)[1]] == [True]
     assert [bool(call.problem) for call in HERMES.read(f"<tool_call>{spaces}x")[1]] == [True]
     assert len(HERMES.read("<tool_call></tool_call>" * 20_000)[1]) == 20_000
-    assert time.process_time() - started < 1.0
+    assert time.process_time() - started < patient(1.0)
