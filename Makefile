@@ -46,7 +46,7 @@ demo: setup
 	@$(PY) -m roll_async demo
 
 demo-agentic: setup
-	@$(PY) tools/make_agentic_assets.py --output output/agentic_assets
+	@$(PY) -m roll_async demo --assets-only agents
 	$(PY) examples/start_agentic_pipeline.py --config agentic_frozen_lake_async_cpu.yaml
 	$(PY) examples/start_agentic_pipeline.py --config agentic_calculator_cpu.yaml
 

@@ -1,5 +1,6 @@
 """Make what the agentic demos need: a tokenizer with a chat template that knows tools, and a tiny warm-started model.
 
+    roll-async demo --assets-only agents
     python tools/make_agentic_assets.py [--output output/agentic_assets] [--force]
 
 The model has seen clumsy play: lakes crossed with many random steps, and products mostly guessed, seldom computed with

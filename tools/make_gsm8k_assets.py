@@ -1,6 +1,7 @@
 """Tokenizer and a randomly initialised model for `configs/rlvr_gsm8k_cpu.yaml`: the data path is real, the model knows
 nothing.
 
+    roll-async demo --assets-only gsm8k|word_problems
     python tools/make_gsm8k_assets.py [--source data/gsm8k/train.jsonl] [--output output/gsm8k_assets]
     python tools/make_gsm8k_assets.py --word-problems [--output output/word_problems]
 

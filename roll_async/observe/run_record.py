@@ -16,6 +16,7 @@ import os
 import secrets
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -108,28 +109,45 @@ class FolderLock:
         """Raises ValueError, naming the holder, when another process has it, or when the place cannot be used, and
         Unwritable for a fault of its disk.
         """
-        self._file = path.with_name(f".{path.name}.lock")
+        self._path, self._file = path, path.with_name(f".{path.name}.lock")
+        while not self._is_in_place(handle := self._locked(key)):
+            os.close(handle)
+        self._handle = handle
+
+    def _locked(self, key: str) -> int:
+        path = self._path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             # Without O_TRUNC: the text names the holder as long as the lock is not ours.
-            self._handle = os.open(self._file, os.O_RDWR | os.O_CREAT, 0o644)
+            handle = os.open(self._file, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise cannot(f"{key} {path}: cannot be written", error, key) from error
         try:
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.truncate(self._handle, 0)
-            os.pwrite(self._handle, f"process {os.getpid()} on {socket.gethostname()} since {_now()} UTC".encode(), 0)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.truncate(handle, 0)
+            os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()} since {_now()} UTC".encode(), 0)
         except BlockingIOError:
-            holder = os.pread(self._handle, 200, 0).decode(errors="replace") or "another process"
-            os.close(self._handle)
+            holder = os.pread(handle, 200, 0).decode(errors="replace") or "another process"
+            os.close(handle)
             raise ValueError(f"{key} {path} is in use by {holder}: wait for that run, or choose another") from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
-                os.close(self._handle)
+                os.close(handle)
                 raise cannot(f"{key} {path}: cannot be locked", error, key) from error
+        return handle
+
+    def _is_in_place(self, handle: int) -> bool:
+        """False where a holder took the file away after it was opened here: that lock would keep nobody out."""
+        try:
+            return os.path.samestat(os.fstat(handle), self._file.stat())
+        except FileNotFoundError:
+            return False
 
     def close(self) -> None:
-        """Give the path free."""
+        """Give the path free. Where nothing was made of it, nothing is left of the lock either."""
+        if not self._path.exists():
+            with suppress(OSError):
+                self._file.unlink()
         os.close(self._handle)
 
 

@@ -19,7 +19,7 @@ _ORIGINS = {
     "gsm8k": "it is the GSM8K file of openai/grade-school-math (grade_school_math/data); put it there or pass its "
     "place as an override",
     "demo_assets": "make it with: roll-async demo --assets-only",
-    "word_problems": "make it with: python tools/make_gsm8k_assets.py --word-problems",
+    "word_problems": "make it with: roll-async demo --assets-only word_problems",
     "math_deepmath": "make it with: python tools/make_math_rows.py (without a network: --source bundled)",
     "skywork": "make it with: python examples/async_dapo/process_skywork.py --local_dir DIR",
     "aime": "make it with: python examples/async_dapo/process_aime24.py --local_dir DIR",

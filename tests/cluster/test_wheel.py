@@ -18,7 +18,7 @@ pytest.importorskip("megatron.core")
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE = "actor_infer.strategy_args={strategy_name: hf_infer}"
-SOURCES = ("roll_async", "configs", "examples")
+SOURCES = ("roll_async", "configs", "examples", "tools")
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,8 @@ def test_it_holds_every_file_of_the_package_the_configs_and_the_agents_that_they
     names = set(zipfile.ZipFile(wheel).namelist())
     configs = {f"roll_async/shipped/configs/{path.name}" for path in ROOT.glob("configs/*.yaml")}
     assert configs and configs <= names
-    assert {"roll_async/py.typed", "roll_async/shipped/examples/agents/calculator_agent.py"} <= names
+    makers = {f"roll_async/shipped/tools/make_{name}_assets.py" for name in ("agentic", "gsm8k")}
+    assert {"roll_async/py.typed", "roll_async/shipped/examples/agents/calculator_agent.py"} | makers <= names
     files = [path for path in ROOT.glob("roll_async/**/*") if path.is_file() and path.suffix != ".pyc"]
     package = {str(path.relative_to(ROOT)) for path in files if "shipped" not in path.parts}
     assert len(package) > 100 and package <= names, "of other files than Python's: package-data of pyproject.toml"
@@ -90,6 +91,11 @@ def test_its_commands_work_where_no_checkout_is(installed, tmp_path):
     assert code == 0, said
     code, said = typed(installed, tmp_path, "roll-async", "doctor", names[0], ENGINE, "pretrain=./none")
     assert code == 2 and "model folder ./none" in said and "the check itself failed" not in said
+    code, said = typed(installed, tmp_path, "roll-async", "doctor", "sft_word_problems_cpu", *without[1:])
+    assert code == 2 and "make it with: roll-async demo --assets-only word_problems\n" in said, said
+    assert typed(installed, tmp_path, "roll-async", "demo", "--assets-only", "word_problems", timeout=200)[0] == 0
+    code, said = typed(installed, tmp_path, "roll-async", "doctor", "sft_word_problems_cpu", *without[1:])
+    assert code == 0, said
 
 
 @pytest.mark.slow

@@ -34,6 +34,7 @@ def checkout(tmp_path_factory):
     folder = tmp_path_factory.mktemp("anywhere") / "checkout"
     for name in ("roll_async", "configs", "examples", "recipe", "tools"):
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
     assets = folder / "output" / "demo_assets"
     (assets / "model").mkdir(parents=True)
     (assets / "model" / "config.json").write_text(json.dumps(MODEL))
@@ -103,8 +104,11 @@ def test_the_assets_that_are_not_there_are_named_with_the_command_that_makes_the
 
 
 def test_what_a_script_of_the_checkout_makes_is_named_with_its_folder(checkout):
-    code, said = typed(checkout, HOME, "python ../checkout/examples/start_rlvr_pipeline.py --config rlvr_gsm8k_cpu")
-    assert code == 2 and f"; make it with: python tools/make_gsm8k_assets.py (in {checkout})" in said
+    rows = "actor_train.data_args.file_name=math_deepmath.jsonl"
+    line = f"python ../checkout/examples/start_rlvr_pipeline.py --config rlvr_gsm8k_cpu {rows}"
+    code, said = typed(checkout, HOME, line)
+    assert code == 2 and f"(without a network: --source bundled) (in {checkout})" in said, said
+    assert "; make it with: roll-async demo --assets-only gsm8k\n" in said, said
 
 
 def test_what_a_users_own_file_names_is_not_taken_from_the_checkout(checkout):

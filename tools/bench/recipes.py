@@ -32,9 +32,9 @@ sys.path.insert(0, str(ROOT))
 
 ROLL_ASYNC = ("-m", "roll_async.cli")
 DEMO_ASSETS = {"output/demo_assets/model": (*ROLL_ASYNC, "demo", "--assets-only")}
-AGENTIC_ASSETS = {"output/agentic_assets/model": ("tools/make_agentic_assets.py",)}
+AGENTIC_ASSETS = {"output/agentic_assets/model": (*ROLL_ASYNC, "demo", "--assets-only", "agents")}
 WORD_PROBLEMS = {
-    "output/word_problems/model": ("tools/make_gsm8k_assets.py", "--word-problems"),
+    "output/word_problems/model": (*ROLL_ASYNC, "demo", "--assets-only", "word_problems"),
     "output/sft_word_problems/hf": (*ROLL_ASYNC, "sft", "sft_word_problems_cpu"),
 }
 EDGE = 3

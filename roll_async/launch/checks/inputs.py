@@ -35,9 +35,10 @@ _MODELSCOPE = "modelscope://"
 _MODEL_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py")
 _MAKERS = {
     "demo_assets": "roll-async demo --assets-only",
-    "gsm8k_assets": "python tools/make_gsm8k_assets.py",
+    "agentic_assets": "roll-async demo --assets-only agents",
+    "gsm8k_assets": "roll-async demo --assets-only gsm8k",
     "sft_word_problems": "roll-async sft sft_word_problems_cpu",  # before the name that it holds
-    "word_problems": "python tools/make_gsm8k_assets.py --word-problems",
+    "word_problems": "roll-async demo --assets-only word_problems",
 }
 
 
@@ -67,7 +68,7 @@ def _where(said: str) -> str:
     """Where the command is typed that makes a file: a script of a checkout there, one of ours where the run starts."""
     if not re.search("; make it with: (python|bash) ", said) or Path.cwd() == CHECKOUT:
         return ""
-    return f" (in {CHECKOUT if (CHECKOUT / 'tools').is_dir() else 'a checkout of roll_async'})"
+    return f" (in {CHECKOUT if (CHECKOUT / 'pyproject.toml').is_file() else 'a checkout of roll_async'})"
 
 
 def missing_model(model: str) -> str | None:

@@ -1,5 +1,6 @@
 """What a start does with what lies in its folder: nothing of a former run is lost, and nothing is mixed."""
 
+import fcntl
 import json
 import os
 import subprocess
@@ -197,6 +198,19 @@ def test_a_second_process_is_refused_by_the_lock_and_changes_nothing(tmp_path):
         assert is_locked(folder.path)
     assert not is_locked(folder.path)
     FolderLock(folder.path, "exp_name").close()
+
+
+def test_a_start_that_made_nothing_leaves_no_lock_and_one_that_came_between_holds_its_own(tmp_path, monkeypatch):
+    config, flock = config_in(tmp_path), fcntl.flock
+    with ExitStack() as first, ExitStack() as second:
+        lock_run(config, first)
+        # The second opens the file while the first still has it, and gets the lock of a file that is gone by then.
+        monkeypatch.setattr(fcntl, "flock", lambda *args: (first.close(), flock(*args)))
+        lock_run(config, second)
+        monkeypatch.undo()
+        with pytest.raises(ValueError, match="is in use by process"):
+            lock_run(config, second)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_an_explicit_folder_of_checkpoints_is_locked_too(tmp_path):
