@@ -24,7 +24,7 @@ def test_the_version_stands_in_one_place():
 def test_in_a_checkout_what_is_shipped_are_its_own_folders():
     assert (SHIPPED, CHECKOUT) == (ROOT / "configs", ROOT)
     links = {path.name: path.readlink() for path in (ROOT / "roll_async" / "shipped").iterdir()}
-    assert links == {name: Path("..", "..", name) for name in ("configs", "examples")}
+    assert links == {name: Path("..", "..", name) for name in ("configs", "examples", "tools")}
 
 
 def test_there_is_an_extra_for_each_use_and_the_former_names_stay():

@@ -54,6 +54,7 @@ KWARGS = {
     "wandb": f"{{mode: offline, project: p, tags: [a], notes: n, api_key: {SECRET}}}",
     "swanlab": f"{{mode: offline, project: p, experiment_name: e, tags: [a], settings: {{api_key: {SECRET}}}}}",
     "trackio": "{project: p, group: g}",
+    "mlflow": "{run_name: n, tags: {a: b}}",
 }
 
 
@@ -103,9 +104,22 @@ def told_trackio(folder: Path):
     return {step: json.loads(metrics) for _, step, metrics in rows}
 
 
+def told_mlflow(folder: Path):
+    """By its names, which have no @ and no /."""
+    (run,), found = [path.parent.parent for path in (folder / "mlruns").rglob("roll_async_run_id")], {}
+    assert (run / "tags/roll_async_run_id").read_text() == "3f9a61c2" and (run / "tags/a").read_text() == "b"
+    for file in (run / "metrics").iterdir():
+        for line in file.read_text().splitlines():
+            _, value, step = line.split()
+            found.setdefault(int(step), {})[file.name.replace("_at_", "@")] = float(value)
+    assert "it is 4" in (run / "artifacts/samples/step_00000002.txt").read_text()
+    return found
+
+
 def started(tmp_path, *arguments):
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "SWANLAB_", "TRACKIO_"))}
     env = {**kept, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "TRACKIO_DIR": str(tmp_path / "trackio")}
+    env |= {"MLFLOW_TRACKING_URI": (tmp_path / "mlruns").as_uri(), "MLFLOW_ALLOW_FILE_STORE": "true"}
     env |= {"HOME": str(tmp_path / "home"), "WANDB_API_KEY": SECRET}
     done = subprocess.run(
         [sys.executable, "-c", RUN, str(tmp_path / "output"), *arguments],
@@ -126,11 +140,13 @@ def test_a_run_without_a_network_is_in_the_files_of_a_tracker_and_its_secrets_ar
     )
     assert done.returncode == 0, done.stderr
     assert "tracker " not in done.stderr and done.stdout.count("validation/sets/a-b/avg@8=") == 2
-    found = {"wandb": told_wandb, "swanlab": told_swanlab, "trackio": told_trackio}[name](tmp_path)
+    found = globals()[f"told_{name}"](tmp_path)
     metrics = [json.loads(line) for line in (tmp_path / "output/run/metrics.jsonl").read_text().splitlines()]
     for step, told in enumerate(metrics, start=1):
-        wanted = {key: value for key, value in told.items() if isinstance(value, float) and key != "run_id"}
-        assert wanted["validation/sets/a-b/avg@8"] == 0.25 * step and len(wanted) > 30
+        assert told["validation/sets/a-b/avg@8"] == 0.25 * step
+        spelled = (lambda key: key.replace("/", ".")) if name == "mlflow" else str
+        wanted = {spelled(key): value for key, value in told.items() if isinstance(value, float) and key != "run_id"}
+        assert len(wanted) > 30
         assert {key: found[step].get(key) for key in wanted} == pytest.approx(wanted)
     if name == "wandb":
         tables = [json.loads(path.read_text()) for path in tmp_path.rglob("*.table.json")]
@@ -153,8 +169,23 @@ def test_a_second_start_goes_on_in_the_run_that_trackio_has(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_second_start_goes_on_in_the_run_that_mlflow_has(tmp_path):
+    pytest.importorskip("mlflow")
+    for _ in range(2):
+        done = started(tmp_path, "tracking.track_with=mlflow", f"tracking.tracker_kwargs={KWARGS['mlflow']}")
+        assert done.returncode == 0, done.stderr
+    assert sorted(told_mlflow(tmp_path)) == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "kwargs"), [("wandb", "{mode: nowhere}"), ("swanlab", "{mode: nowhere}"), ("trackio", "{tags: [a]}")]
+    ("name", "kwargs"),
+    [
+        ("wandb", "{mode: nowhere}"),
+        ("swanlab", "{mode: nowhere}"),
+        ("trackio", "{tags: [a]}"),
+        ("mlflow", "{nowhere: 1}"),
+    ],
 )
 def test_what_a_real_tracker_does_not_take_is_one_error_that_names_it(name, kwargs, tmp_path):
     if find_spec(name) is None:
