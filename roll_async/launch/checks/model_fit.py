@@ -22,6 +22,7 @@ from roll_async.config.schema import (
     RunConfig,
     WorkerConfig,
 )
+from roll_async.config.versions import is_from
 from roll_async.inference.backends import refuse_attention_on_cpu
 from roll_async.launch.checks.inputs import models_of
 
@@ -81,7 +82,10 @@ def described_family(model: HfConfig) -> Family:
     except ValueError as error:
         raise ValueError(f"{model.source}: {error}; use a model of one of them") from error
     family.require_activation(model)
-    family.fields(model)
+    latent = family.fields(model)
+    if latent.get("q_lora_rank", 0) is None and is_from("megatron-core", "0.19"):
+        why = "megatron-core 0.19 normalises queries that are not compressed (q_lora_rank: null)"
+        raise ValueError(f'{model.source}: {why}; pip install "megatron-core<0.19"')
     Rotary.of(model, family.rotary_fraction)
     return family
 

@@ -21,7 +21,7 @@ def test_another_release_is_refused_with_the_list_of_those_that_were_run(release
         refuse_unknown_release("vllm", {"vllm": release}.get)
     assert str(refusal.value) == (
         f"vllm {release} is installed, and vllm was run with vllm>=0.32,<0.34; install a release of these: "
-        "vllm>=0.32,<0.34; sglang>=0.5.23,<0.5.24; megatron-core>=0.16.1,<0.17; transformers>=5.18,<5.20"
+        "vllm>=0.32,<0.34; sglang>=0.5.23,<0.5.24; megatron-core>=0.16.1,<0.20; transformers>=5.18,<5.20"
     )
 
 

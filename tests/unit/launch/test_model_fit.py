@@ -3,6 +3,7 @@
 import ast
 import json
 import struct
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 from roll_async.commands.run import prepare
 from roll_async.config.api import ConfigError
 from roll_async.config.engine_traits import ENGINE_TRAITS
+from roll_async.config.versions import is_from
+from roll_async.launch.checks import model_fit
 from roll_async.launch.checks.gate import check_supported
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -149,6 +152,20 @@ def test_rows_longer_than_a_window_are_refused_with_the_engine_that_would_lose_t
     assert "rows have 120; use strategy_name: vllm" in problem and refused(model, f"{engine}vllm") == []
     shorter = ("prompt_length=24", "response_length=40", "actor_infer.strategy_args={strategy_name: hf_infer}")
     assert refused(model, *shorter) == []
+
+
+def test_queries_that_are_not_compressed_are_refused_where_megatron_would_normalise_them(tmp_path, monkeypatch):
+    sizes = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    sizes |= {"architectures": ["YoutuForCausalLM"], "model_type": "youtu", "num_key_value_heads": 4}
+    engine = "actor_infer.strategy_args={strategy_name: hf_infer}"
+    whole, compressed = (
+        model_in(tmp_path / name, q_lora_rank=rank, **sizes) for name, rank in (("a", None), ("b", 24))
+    )
+    for release, refusals in (("0.16.1", 0), ("0.18.0", 0), ("0.19.2", 1)):
+        monkeypatch.setattr(model_fit, "is_from", partial(is_from, release_of={"megatron-core": release}.get))
+        found = refused(f"pretrain={whole}", engine)
+        assert len(found) == refusals and all('pip install "megatron-core<0.19"' in one for one in found), release
+        assert refused(f"pretrain={compressed}", engine) == []
 
 
 def test_the_tables_are_those_of_the_installed_vllm():

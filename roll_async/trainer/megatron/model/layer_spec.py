@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.transformer import ModuleSpec, TransformerConfig, multi_latent_attention
 from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
@@ -210,7 +211,7 @@ def _make_local(layer: ModuleSpec, config: TransformerConfig, core_attention: Mo
     """
     parts = layer.submodules
     assert isinstance(parts, TransformerLayerSubmodules)
-    assert isinstance(parts.self_attention, ModuleSpec) and isinstance(parts.mlp, ModuleSpec)
+    assert isinstance(parts.self_attention, ModuleSpec)
     parts.input_layernorm = parts.pre_mlp_layernorm = TorchRMSNorm
     attention = parts.self_attention.submodules
     assert isinstance(attention, SelfAttentionSubmodules | MLASelfAttentionSubmodules)
@@ -218,9 +219,12 @@ def _make_local(layer: ModuleSpec, config: TransformerConfig, core_attention: Mo
     stored = {}
     if isinstance(attention, MLASelfAttentionSubmodules):
         if not HAVE_TE:
-            # 0.16.1 takes the names being importable for Transformer Engine being there, and then fails on None.
-            multi_latent_attention.HAVE_TE = False
-        attention.q_layernorm = attention.kv_layernorm = LatentRMSNorm
+            # 0.16 takes the names being importable for Transformer Engine being there, and then fails on None. Later
+            # ones know whether it is there, and take Megatron's own Linear for a part of it.
+            multi_latent_attention.HAVE_TE, multi_latent_attention.Linear = False, Linear
+        attention.kv_layernorm = LatentRMSNorm
+        # Whole queries have no norm, and Megatron refuses one.
+        attention.q_layernorm = LatentRMSNorm if config.q_lora_rank is not None else IdentityOp
         # Whole on every rank, as in Transformer Engine's layers. Split over ranks, as Megatron's own local layers have
         # it, the part of the gradient that other ranks' heads send to the shared rotary key is lost.
         attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
@@ -230,12 +234,20 @@ def _make_local(layer: ModuleSpec, config: TransformerConfig, core_attention: Mo
         stored["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = TorchRMSNorm
-    if parts.mlp.module is MoELayer:
+    if config.num_moe_experts is not None and _is_moe(parts.mlp):
         # Transformer Engine's product, for the routers. Without that package, 0.16.1 asks for it and never names it.
         moe_utils.te_general_gemm = None  # pyright: ignore[reportAttributeAccessIssue]
     else:
         stored["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     parts.sharded_state_dict_keys_map = stored
+
+
+def _is_moe(mlp: object) -> bool:
+    """Whether a layer's MLP is one of experts: a spec of it, or, from megatron-core 0.17 on, what builds it."""
+    if isinstance(mlp, ModuleSpec):
+        return mlp.module is MoELayer
+    assert isinstance(mlp, partial)
+    return getattr(mlp.func, "__self__", None) is MoELayer or mlp.func is MoELayer
 
 
 @cache

@@ -100,8 +100,9 @@ class LayerNormLinear(Linear):
 
 
 class RMSNorm(_Layer):
-    def __init__(self, hidden_size, eps=1e-5, sequence_parallel=None, params_dtype=None, **others):
+    def __init__(self, normalized_shape=None, eps=1e-5, sequence_parallel=None, params_dtype=None, **others):
         super().__init__()
+        hidden_size = others.get("hidden_size", normalized_shape)  # the former name, of megatron-core 0.16
         assert not others.get("zero_centered_gamma")
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=params_dtype))
