@@ -4,6 +4,7 @@ Only what is written comes out; defaults are left to the dataclasses. All errors
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from roll_async.config.fields import RANGES
 from roll_async.config.loading.devices import parse_devices
@@ -12,7 +13,7 @@ from roll_async.config.loading.spec import CHOSEN_CLASSES, CHOSEN_DEFAULTS, OWN_
 from roll_async.config.schema import ROLES, AgenticConfig, DpoConfig, RLVRConfig, RunConfig, SftConfig
 from roll_async.config.schema_async import TRACKER_NAMES, FaultPolicy
 from roll_async.config.schema_rollout import REWARDS, WORLDS, reads_answers
-from roll_async.config.schema_worker import STRATEGY_ROLES, DataArguments
+from roll_async.config.schema_worker import STRATEGY_ROLES, DataArguments, TeacherServer
 from roll_async.config.yaml.diagnostics import MAX_DIAGNOSTICS, Diagnostic, shown
 from roll_async.config.yaml.node import Node, Plain, diagnostic, leaves, plain, type_name
 from roll_async.config.yaml.paths import METRIC_KEY, NAME, PathIndex
@@ -83,7 +84,8 @@ class Checker:
             if name not in spec:
                 self._unknown(here, name, child, cls, path)
             elif not self._misplaced(spec[name], here, child, node, role):
-                value = self._value(child, spec[name], here, role or (name if not path and name in ROLES else ""), node)
+                role_here = role or ("" if path else "teacher" if name == "teachers" else name if name in ROLES else "")
+                value = self._value(child, spec[name], here, role_here, node)
                 if value is not _ABSENT:
                     values[name] = value
         if cls is DataArguments and self._kind == "agentic":
@@ -187,7 +189,10 @@ class Checker:
                 continue  # what an included file has, and this one takes out
             if not form.fullmatch(name):
                 self._error("C005", path, child, f"{shown(name)} must be a name matching {form.pattern}")
-            values[name] = self._value(child, spec.item, f"{path}.{name}", role, node)
+            item = spec.item
+            if path == "teachers" and isinstance(child.value, dict) and "address" in child.value:
+                item = replace(item, section=TeacherServer)
+            values[name] = self._value(child, item, f"{path}.{name}", role, node)
             if path == "rewards":
                 self._reward(name, child, f"{path}.{name}", values[name])
             elif path == "custom_envs":

@@ -1,6 +1,7 @@
-"""Rules about what is learned and measured (C105, C141 to C150, C152 to C155)."""
+"""Rules about what is learned and measured (C105, C141 to C150, C152 to C156)."""
 
 from dataclasses import asdict
+from urllib.parse import urlsplit
 
 from roll_async.config.options.advantage_options import AGENTIC_ONLY
 from roll_async.config.options.correction_options import carries_behaviour_policy
@@ -39,10 +40,28 @@ def needed_roles(config: PipelineConfig) -> Findings:
             "algorithm.kl_loss_coef",
             f"0 leaves rewards.{distilled[0]} (distilled) without a loss; use > 0",
         )
-    if a.distill_coef > 0 and config.teacher is None:
+    if a.distill_coef > 0 and not config.teacher_names:
         yield "C142", "teacher", f"required by algorithm.distill_coef={number(a.distill_coef)}"
     if isinstance(config, RLVRConfig) and config.eval_steps > 0 and config.validation is None:
         yield "C145", "validation", f"required by eval_steps={config.eval_steps}"
+
+
+def teachers(config: PipelineConfig) -> Findings:
+    """C156."""
+    names, sampling = config.teacher_names, config.actor_infer.generating_args
+    if config.teacher is not None and config.teachers:
+        yield "C156", "teacher", f"is short for a single teacher, and teachers has {', '.join(config.teachers)}; move it"
+    for name, server in config.teacher_servers.items():
+        key, url = f"teachers.{name}.address", urlsplit(server.address)
+        if url.scheme not in ("http", "https") or not url.hostname:
+            yield "C156", key, f"'{server.address}' is no address; write http://HOST:PORT/v1"
+        if sampling.temperature != 1 or sampling.top_p != 1 or sampling.top_k > 0:
+            message = "a server gives log-probs of the whole distribution at temperature 1, and samples are of another"
+            yield "C156", key, f"{message}; set actor_infer.generating_args so, or use a folder with strategy_args"
+    untaught = [d for d in config.domains if d not in names and d not in config.loss_parts]
+    if isinstance(config, AgenticConfig) and len(names) > 1 and untaught:  # rows of files have a column
+        message = f"none is called as the tag {untaught[0]}; worlds have the teacher of their tag's name, or the only one"
+        yield "C156", "teachers", message
 
 
 def validation_place(config: PipelineConfig) -> Findings:
@@ -130,6 +149,7 @@ OF_ALL_KINDS = (roles,)
 RULES = (
     overlong,
     needed_roles,
+    teachers,
     validation_place,
     validation_sets,
     agentic_only,

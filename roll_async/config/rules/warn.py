@@ -125,7 +125,7 @@ def unused(config: PipelineConfig) -> Findings:
         "teacher": a.distill_coef > 0,
         "validation": config.eval_steps > 0,
     }
-    configured = {role for role, _ in config.roles()}
+    configured = {role for role, _ in config.roles()} | ({"teacher"} if config.teacher_names else set())
     if isinstance(config, RLVRConfig) and config.validation is not None:
         configured.add("validation")
     for name, is_used in used.items():
