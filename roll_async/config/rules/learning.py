@@ -50,7 +50,7 @@ def teachers(config: PipelineConfig) -> Findings:
     """C156."""
     names, sampling = config.teacher_names, config.actor_infer.generating_args
     if config.teacher is not None and config.teachers:
-        yield "C156", "teacher", f"is short for a single teacher, and teachers has {', '.join(config.teachers)}; move it"
+        yield "C156", "teacher", f"is short for a single one, beside teachers.{next(iter(config.teachers))}; move it"
     for name, server in config.teacher_servers.items():
         key, url = f"teachers.{name}.address", urlsplit(server.address)
         if url.scheme not in ("http", "https") or not url.hostname:
@@ -60,8 +60,7 @@ def teachers(config: PipelineConfig) -> Findings:
             yield "C156", key, f"{message}; set actor_infer.generating_args so, or use a folder with strategy_args"
     untaught = [d for d in config.domains if d not in names and d not in config.loss_parts]
     if isinstance(config, AgenticConfig) and len(names) > 1 and untaught:  # rows of files have a column
-        message = f"none is called as the tag {untaught[0]}; worlds have the teacher of their tag's name, or the only one"
-        yield "C156", "teachers", message
+        yield "C156", "teachers", f"none has the name of the tag {untaught[0]}; name one like each tag, or use a single"
 
 
 def validation_place(config: PipelineConfig) -> Findings:
