@@ -68,6 +68,7 @@ _SECTIONS: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
     (schema_worker, (
         "WorkerConfig", "StrategyArguments", "ModelArguments", "TrainingArguments", "GeneratingArguments",
         "DataArguments", "MegatronTrainConfig", "MegatronInferConfig", "VllmConfig", "SglangConfig", "HfInferConfig",
+        "TeacherServer",
     )),
     (schema_rollout, (
         "RewardConfig", "JudgeConfig", "SandboxConfig", "ServiceConfig", "EnvConfig", "ToolConfig", "EnvManagerConfig",
@@ -149,7 +150,7 @@ def _type_text(spec: FieldSpec) -> str:
             text = f"map of {_type_text(spec.item)}"
         case "section":
             assert spec.section is not None
-            text = spec.section.__name__
+            text = " or ".join(cls.__name__ for cls in (spec.section, spec.other) if cls is not None)
         case "chosen":
             text = f"by {spec.traits.chosen_by}"
         case "any":

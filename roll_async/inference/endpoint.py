@@ -53,7 +53,7 @@ class EndpointOptions:
     """What says `key_env`, for messages."""
 
     @classmethod
-    def of(cls, name: str, server: TeacherServer) -> EndpointOptions:
+    def of(cls, server: TeacherServer) -> EndpointOptions:
         """A distillation teacher, as the config has it."""
         return cls(
             url=server.address,
@@ -62,7 +62,7 @@ class EndpointOptions:
             timeout_s=server.timeout,
             max_concurrent=server.max_concurrent,
             max_retries=server.max_retries,
-            key_name=f"teachers.{name}.api_key_env",
+            key_name="api_key_env",
         )
 
     @property

@@ -248,7 +248,7 @@ async def start_teachers(config: PipelineConfig, stack: AsyncExitStack) -> dict[
     asked = tokenizer.encode(_ASKED_AT_START, add_special_tokens=False)
     started = {}
     for name, server in config.teacher_servers.items():
-        endpoint = started[name] = ChatEndpoint(EndpointOptions.of(name, server))
+        endpoint = started[name] = ChatEndpoint(EndpointOptions.of(server))
         stack.push_async_callback(endpoint.close)
         try:
             await endpoint.start()

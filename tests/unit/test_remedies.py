@@ -174,6 +174,8 @@ LEFT_TO_THE_USER = {
     r"divisible by|does not divide|needs whole groups|needs pipeline_model": "one of the sizes must change",
     r"leaves no room|entries with sum": "lengths and shares are the user's",
     "is no date and time": "which moment was meant is not known",
+    "is no address": "only the user knows where the teacher is",
+    "none has the name of the tag": "which teacher is meant for the tag is not known",
     r"unknown placeholder|a literal brace is written twice": "which of the names that it lists was meant is not known",
     r"gets none of the \d+ groups": "whether a world is wanted is the user's choice",
     r"is not in (custom_envs|rewards)|sum is|tag '|has no tag_included": "domains and tags are the user's",

@@ -13,7 +13,7 @@ from roll_async.config.loading.spec import CHOSEN_CLASSES, CHOSEN_DEFAULTS, OWN_
 from roll_async.config.schema import ROLES, AgenticConfig, DpoConfig, RLVRConfig, RunConfig, SftConfig
 from roll_async.config.schema_async import TRACKER_NAMES, FaultPolicy
 from roll_async.config.schema_rollout import REWARDS, WORLDS, reads_answers
-from roll_async.config.schema_worker import STRATEGY_ROLES, DataArguments, TeacherServer
+from roll_async.config.schema_worker import STRATEGY_ROLES, DataArguments
 from roll_async.config.yaml.diagnostics import MAX_DIAGNOSTICS, Diagnostic, shown
 from roll_async.config.yaml.node import Node, Plain, diagnostic, leaves, plain, type_name
 from roll_async.config.yaml.paths import METRIC_KEY, NAME, PathIndex
@@ -189,9 +189,9 @@ class Checker:
                 continue  # what an included file has, and this one takes out
             if not form.fullmatch(name):
                 self._error("C005", path, child, f"{shown(name)} must be a name matching {form.pattern}")
-            item = spec.item
-            if path == "teachers" and isinstance(child.value, dict) and "address" in child.value:
-                item = replace(item, section=TeacherServer)
+            item, other = spec.item, spec.item.other
+            if other is not None and isinstance(child.value, dict) and next(iter(spec_of(other))) in child.value:
+                item = replace(item, section=other)
             values[name] = self._value(child, item, f"{path}.{name}", role, node)
             if path == "rewards":
                 self._reward(name, child, f"{path}.{name}", values[name])

@@ -49,15 +49,16 @@ def needed_roles(config: PipelineConfig) -> Findings:
 def teachers(config: PipelineConfig) -> Findings:
     """C156."""
     names, sampling = config.teacher_names, config.actor_infer.generating_args
+    of_all = {"temperature": 1, "top_p": 1, "top_k": -1}  # what samples the whole distribution
     if config.teacher is not None and config.teachers:
-        yield "C156", "teacher", f"is short for a single one, beside teachers.{next(iter(config.teachers))}; move it"
+        yield "C156", "teacher", f"cannot be combined with teachers.{next(iter(config.teachers))}; keep one"
     for name, server in config.teacher_servers.items():
         key, url = f"teachers.{name}.address", urlsplit(server.address)
         if url.scheme not in ("http", "https") or not url.hostname:
             yield "C156", key, f"'{server.address}' is no address; write http://HOST:PORT/v1"
-        if sampling.temperature != 1 or sampling.top_p != 1 or sampling.top_k > 0:
-            message = "a server gives log-probs of the whole distribution at temperature 1, and samples are of another"
-            yield "C156", key, f"{message}; set actor_infer.generating_args so, or use a folder with strategy_args"
+        if other := next((n for n, value in of_all.items() if getattr(sampling, n) != value), None):
+            message = f"a server gives log-probs of the whole distribution; set actor_infer.generating_args.{other}"
+            yield "C156", key, f"{message}: {of_all[other]}, or give a folder in place of the address"
     untaught = [d for d in config.domains if d not in names and d not in config.loss_parts]
     if isinstance(config, AgenticConfig) and len(names) > 1 and untaught:  # rows of files have a column
         yield "C156", "teachers", f"none has the name of the tag {untaught[0]}; name one like each tag, or use a single"
