@@ -1,12 +1,9 @@
 """Teachers behind an address: a real HTTP server on this machine, and outages on the virtual clock."""
 
 import asyncio
-import json
-import threading
 from array import array
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -23,49 +20,10 @@ from roll_async.rollout.group_source import SourceCounts
 from roll_async.rollout.groups import Ended, EndReason, GroupScope, Trajectory, TrajectoryRequest
 from roll_async.rollout.teaching import TaughtRunner
 from roll_async.schema import SamplingParams
+from tests.echo_server import echo_server
 
 CONFIG = Path(__file__).resolve().parents[3] / "configs" / "rlvr_config_async_cpu.yaml"
 FOLDER = "{strategy_args: {strategy_name: megatron_infer}}"
-
-
-class Handler(BaseHTTPRequestHandler):
-    """`/v1/completions` with `echo`: the log-prob of token t is -t / 64, exact in float32."""
-
-    def log_message(self, *args):
-        pass
-
-    def do_GET(self):
-        self.answer(200, {"data": [{"id": "big"}]})
-
-    def do_POST(self):
-        server, body = self.server, json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        server.bodies.append(body)
-        if server.says:
-            return self.answer(*server.says.pop(0))
-        ids = body["prompt"]
-        # One token more than was asked about, as `max_tokens: 1` wants it.
-        found = {"token_logprobs": [None, *(-i / 64 for i in ids[1:]), -9.0]}
-        self.answer(200, {"choices": [{"text": server.decode(ids) + "!", "logprobs": found}]})
-
-    def answer(self, status, body):
-        text = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-
-@contextmanager
-def served(decode=str):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.bodies, server.says, server.decode = [], [], decode
-    server.url = f"http://127.0.0.1:{server.server_address[1]}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 def config_of(url, *more):
@@ -113,7 +71,7 @@ def ask(config, url, runner, *requests):
 def test_every_row_of_an_answer_gets_the_log_probs_of_its_response(build):
     far = build.prompt(ids=(3, 4, 5), extra={"teacher": "far"})
     rows = (build.sample(far, (8, 16)), build.sample(far, (32,), prompt_token_ids=array("i", [1])))
-    with served() as server:
+    with echo_server() as server:
         config = config_of(server.url)
         (end,), counts = ask(config, server.url, Answers(Trajectory(rows=rows, generated_s=4.0)), request_of(far))
         assert [body["prompt"] for body in server.bodies] == [[3, 4, 5, 8, 16], [1, 32]]
@@ -129,7 +87,7 @@ def test_rows_of_ranks_of_validations_and_of_greedy_baselines_are_not_asked_abou
     end, ended = Trajectory(rows=(build.sample(far),)), Ended(reason=EndReason.ABORTED, text="aborted")
     greedy = SamplingParams(max_new_tokens=4, temperature=0)
     requests = [request_of(near), request_of(far, validation=True), request_of(far, sampling=greedy), request_of(far)]
-    with served() as server:
+    with echo_server() as server:
         found, _ = ask(config_of(server.url), server.url, Answers(end, end, end, ended), *requests)
         assert found == [end, end, end, ended] and server.bodies == []
 
@@ -137,7 +95,7 @@ def test_rows_of_ranks_of_validations_and_of_greedy_baselines_are_not_asked_abou
 def test_a_busy_server_is_asked_again_and_a_refused_row_fails_its_group_with_the_reason(build):
     far = build.prompt(extra={"teacher": "far"})
     end = Trajectory(rows=(build.sample(far, sample_id="7.0/3"),))
-    with served() as server:
+    with echo_server() as server:
         long, odd = (400, {"error": "too long"}), (200, {"choices": [{"text": "", "logprobs": None}]})
         few = (200, {"choices": [{"logprobs": {"token_logprobs": [None, -1.0, float("nan"), -1.0]}}]})
         server.says = [
@@ -215,7 +173,7 @@ def test_a_teacher_that_reads_ids_otherwise_or_is_not_there_is_refused_before_an
             asyncio.run(start(config_of(url or server.url, f"pretrain={folder}", *more)))
         return str(error.value)
 
-    with served(tokenizer.decode) as server:
+    with echo_server(tokenizer.decode) as server:
         assert asyncio.run(start(config_of(server.url, f"pretrain={folder}"))) == ["far"]
         server.decode = lambda ids: tokenizer.decode([i + 1 for i in ids])
         assert "has another vocabulary: it reads 'The answer is 42" in (said := refused())
