@@ -91,7 +91,11 @@ class ChatEndpoint:
             if not (key := os.environ.get(options.key_env)):
                 raise ValueError(f"{options.key_name} {options.key_env}: that environment variable is not set")
             headers["Authorization"] = f"Bearer {key}"
-        self._http = aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=options.timeout_s))
+        self._http = aiohttp.ClientSession(
+            headers=headers,
+            timeout=aiohttp.ClientTimeout(total=options.timeout_s),
+            connector=aiohttp.TCPConnector(limit=0),  # `chat` and `echo` have slots
+        )
         status, text = await self._call("GET", "models", None)
         if status in (401, 403):
             holds = f"{options.key_name} names the variable that holds it"

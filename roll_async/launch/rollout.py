@@ -218,10 +218,12 @@ def groups_on(
         else:
             assert isinstance(config, RLVRConfig)
             made = ChatCompletionScheduler(manager, scorers, SchedulerOptions.of(config), tools=tools)
-        if teachers:
-            made.runner = TaughtRunner(made.runner, config, teachers)
+        if servers:
+            made.runner = TaughtRunner(made.runner, config, servers)
         return made
 
+    # Those that run may serve several runs, and this one need not have them all.
+    servers = {name: teacher for name, teacher in (teachers or {}).items() if name in config.teacher_servers}
     return groups
 
 

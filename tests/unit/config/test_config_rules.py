@@ -193,7 +193,7 @@ W = [
     ("W06", {"reference": MEGATRON_INFER}, "reference: reference is configured but nothing uses it"),
     ("W06", {"critic": CRITIC}, "critic: critic is configured but nothing uses it"),
     ("W06", {"teacher": MEGATRON_INFER}, "teacher: teacher is configured but nothing uses it"),
-    ("W06", {"teachers": {"far": SERVED}}, "teacher: teacher is configured but nothing uses it"),
+    ("W06", {"teachers": {"far": SERVED}}, "teachers: teachers is configured but nothing uses it"),
     ("W06", {"validation": {"data_args": DATA}}, "validation: validation is configured but nothing uses it"),
     ("W07", {"async_generation_ratio": 2, "async_training.staleness": {"policy": "drop", "max_versions": 1}}, "async_training.staleness.policy: policy drop will discard work by design: max_versions 1 is below the 2 versions admitted"),
     ("W08", {"async_training.staleness": {"max_versions": 3}}, "async_training.staleness: no effect with async_generation_ratio 0 and trigger_parameter_sync_step 1"),
