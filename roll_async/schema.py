@@ -330,6 +330,7 @@ class Sample:
     """How the trajectory ended; None for a single answer."""
     replica: str = ""
     """Engine replica that sampled its last token; empty when the sample was read from the ledger."""
+    teacher_logprobs: array | None = None  # [R] float32, of a distillation teacher behind an address
 
     def __post_init__(self) -> None:
         if self.outcome is not None and not self.outcome.is_trusted and self.reward is not None:
@@ -337,6 +338,7 @@ class Sample:
         size = len(self.response_token_ids)
         assert self.experts is None or self.experts.num_positions < len(self.prompt_token_ids) + max(1, size)
         assert size == len(self.loss_mask) == len(self.behaviour_logprobs) == sum(n for _, n in self.version_runs)
+        assert self.teacher_logprobs is None or len(self.teacher_logprobs) == size
 
     @property
     def oldest_version(self) -> WeightVersion | None:
@@ -447,6 +449,9 @@ class TrainBatch:
     """[B] domain of each row, with the column `role` of its prompt if it has one (rae)."""
     reported: Mapping[str, Tensor] = field(default_factory=dict)
     """[B] float32 by name: numbers of the reward besides the score (gdpo)."""
+    teachers: tuple[str, ...] = ()
+    """[B] name of the distillation teacher of each row, empty where the row has none; () = of a run without."""
+    teacher_logprobs: Tensor | None = None  # [B,T] float32 that came with the samples, NaN where none did
 
     @property
     def response_lengths(self) -> Tensor:

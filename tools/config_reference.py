@@ -42,7 +42,7 @@ This file is generated: `python -m tools.config_reference > docs_roll/configurat
 - `pretrain` and `model_name_or_path` are a folder, a Hugging Face name (`Qwen/Qwen2.5-7B`) or `modelscope://ORG/NAME`;
   prompt files may be `hf://datasets/ORG/NAME/FILE`. The launcher fetches them once, from the local cache first, and
   hands every role the folder.
-- `validate`, `show`, `simulate` and the launchers accept the same configs: C001 to C155 are the loader's, C201 a
+- `validate`, `show`, `simulate` and the launchers accept the same configs: C001 to C156 are the loader's, C201 a
   setting that is not there yet or has no effect, a dotted path (reward, world, agent, tool) that names nothing, or a
   setting that the named world or tool does not have, read from sources that are not run; C202 devices and transport;
   C203 the model's files against the config (or a table of well-known models): architecture, positions, vocabulary
@@ -68,6 +68,7 @@ _SECTIONS: tuple[tuple[ModuleType, tuple[str, ...]], ...] = (
     (schema_worker, (
         "WorkerConfig", "StrategyArguments", "ModelArguments", "TrainingArguments", "GeneratingArguments",
         "DataArguments", "MegatronTrainConfig", "MegatronInferConfig", "VllmConfig", "SglangConfig", "HfInferConfig",
+        "TeacherServer",
     )),
     (schema_rollout, (
         "RewardConfig", "JudgeConfig", "SandboxConfig", "ServiceConfig", "EnvConfig", "ToolConfig", "EnvManagerConfig",
@@ -149,7 +150,7 @@ def _type_text(spec: FieldSpec) -> str:
             text = f"map of {_type_text(spec.item)}"
         case "section":
             assert spec.section is not None
-            text = spec.section.__name__
+            text = " or ".join(cls.__name__ for cls in (spec.section, spec.other) if cls is not None)
         case "chosen":
             text = f"by {spec.traits.chosen_by}"
         case "any":

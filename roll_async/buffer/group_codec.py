@@ -1,7 +1,8 @@
 """One group as a JSON header and one block of bytes. No pickle, so that reading a foreign ledger cannot run code.
 
 Block: prompt ids, then per sample its prompt ids (absent when equal to the prompt's), response ids (int32), behaviour
-log-probs (float32), loss mask (1 byte per token), recorded experts (1 or 2 bytes each). Sizes are in the header.
+log-probs (float32), loss mask (1 byte per token), recorded experts (1 or 2 bytes each), log-probs of a teacher
+(float32). Sizes are in the header.
 """
 
 from __future__ import annotations
@@ -35,10 +36,13 @@ def encode_group(group: Group) -> tuple[str, bytes]:
                 "trajectory": sample.trajectory,
                 "turns": [asdict(turn) for turn in sample.turns],
                 "outcome": None if sample.outcome is None else sample.outcome.value,
+                "taught": sample.teacher_logprobs is not None,
             }
         )
         if sample.experts is not None:
             parts.append(sample.experts.ids.tobytes())
+        if sample.teacher_logprobs is not None:
+            parts.append(sample.teacher_logprobs.tobytes())
     header = {
         "group_id": group.group_id,
         "prompt": {
@@ -125,6 +129,7 @@ def decode_group(header: str, block: bytes) -> Group:
                 trajectory=item.get("trajectory", ""),
                 turns=tuple(Turn(**turn) for turn in item.get("turns", ())),
                 outcome=None if item.get("outcome") is None else Outcome(item["outcome"]),
+                teacher_logprobs=reader.numbers("f", size) if item.get("taught") else None,
             )
         )
     return Group(

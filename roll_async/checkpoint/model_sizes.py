@@ -76,18 +76,26 @@ def tokenizer_rows(folder: str) -> int:
     return max(_token_ids(Path(folder)), default=-1) + 1
 
 
-def _token_ids(folder: Path) -> Iterator[int]:
-    def read(name: str) -> dict:
-        return read_json(folder / name) if (folder / name).is_file() else {}
-
-    fast = read("tokenizer.json")
-    vocabulary = (fast.get("model") or {}).get("vocab") or read("vocab.json")
+def pieces(folder: str) -> dict[str, int]:
+    """Ids of the pieces of a folder's tokenizer, without added tokens; empty for a folder without a file that tells.
+    Raises ValueError for one that cannot be read.
+    """
+    fast = _read(Path(folder), "tokenizer.json")
+    vocabulary = (fast.get("model") or {}).get("vocab") or _read(Path(folder), "vocab.json")
     # Unigram models have a list of pieces: the id is the place in it.
-    yield from vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-    yield from (token["id"] for token in fast.get("added_tokens") or ())
-    yield from read("added_tokens.json").values()
+    return vocabulary if isinstance(vocabulary, dict) else {piece: i for i, (piece, _) in enumerate(vocabulary)}
+
+
+def _read(folder: Path, name: str) -> dict:
+    return read_json(folder / name) if (folder / name).is_file() else {}
+
+
+def _token_ids(folder: Path) -> Iterator[int]:
+    yield from pieces(str(folder)).values()
+    yield from (token["id"] for token in _read(folder, "tokenizer.json").get("added_tokens") or ())
+    yield from _read(folder, "added_tokens.json").values()
     # Its keys are ids, as JSON's keys are: strings.
-    yield from map(int, read("tokenizer_config.json").get("added_tokens_decoder") or ())
+    yield from map(int, _read(folder, "tokenizer_config.json").get("added_tokens_decoder") or ())
     if (folder / "vocab.txt").is_file():
         with open(folder / "vocab.txt", encoding="utf-8") as file:
             yield sum(1 for _ in file) - 1

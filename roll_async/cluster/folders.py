@@ -31,9 +31,7 @@ def absolute_paths(config: Config, base: Path) -> Config:
     def model(name: str) -> str:
         return there(name) if (base / name).exists() else name
 
-    def worker(role: WorkerConfig | None) -> WorkerConfig | None:
-        if role is None:
-            return None
+    def worker(role: WorkerConfig) -> WorkerConfig:
         arguments = replace(role.model_args, model_name_or_path=model(role.model_args.model_name_or_path))
         data = role.data_args
         if data is not None:
@@ -50,14 +48,14 @@ def absolute_paths(config: Config, base: Path) -> Config:
             resume_from=resume if resume in (None, "latest") else there(resume),
         ),
         "tracking": replace(config.tracking, rollout_dump_dir=None if dump is None else there(dump)),
-        **{name: worker(role) for name, role in config.roles()},
     }
     if isinstance(config, PipelineConfig):
         changes["reward_pretrain"] = model(config.reward_pretrain)
         changes["ledger"] = replace(config.ledger, path=there(config.ledger.path))
     if isinstance(config, RLVRConfig | SupervisedConfig) and config.validation is not None:
         changes["validation"] = config.validation.with_files(there)
-    return replace(config, **changes)  # type: ignore[arg-type]
+    roles = {name: worker(role) for name, role in config.roles()}
+    return replace(config.with_roles(roles), **changes)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

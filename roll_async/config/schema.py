@@ -13,7 +13,7 @@ step: groups_per_batch 64, samples_per_batch 512, sync_window_groups 64, stalene
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Self
 
 from roll_async.config import staleness
 from roll_async.config.fields import bounded, derived, option, required, section
@@ -52,6 +52,7 @@ from roll_async.config.schema_worker import (
     ModelArguments,
     SglangConfig,
     StrategyArguments,
+    TeacherServer,
     TrainingArguments,
     VllmConfig,
     WorkerConfig,
@@ -63,12 +64,14 @@ __all__ = [
     "HeldOutConfig", "HfInferConfig", "InterruptConfig", "JudgeConfig", "LedgerConfig", "MegatronInferConfig",
     "MegatronTrainConfig", "ModelArguments", "OverlongBufferConfig", "PipelineConfig", "RLVRConfig",
     "RewardConfig", "RunConfig", "SandboxConfig", "ServiceConfig", "SftConfig", "SglangConfig",
-    "StalenessConfig", "StrategyArguments", "SupervisedConfig", "ToolConfig", "TrackingConfig",
+    "StalenessConfig", "StrategyArguments", "SupervisedConfig", "TeacherServer", "ToolConfig", "TrackingConfig",
     "TrainEnvManagerConfig", "TrainingArguments", "ValEnvManagerConfig", "ValidationConfig",
     "ValidationSetConfig", "VllmConfig", "WeightSyncConfig", "WorkerConfig",
 ]  # fmt: skip
 
 ROLES = ("actor_train", "actor_infer", "reference", "critic", "teacher")
+OF_TEACHERS = "teachers."
+"""What the names of the roles of several teachers begin with; the rest is the teacher's name."""
 MEGATRON_DROPOUTS = ("hidden_dropout", "attention_dropout")
 """Keys of `extra` with which Megatron leaves out activations at random."""
 
@@ -121,6 +124,10 @@ class RunConfig:
         """Configured roles, in a fixed order."""
         yield "actor_train", self.actor_train
 
+    def with_roles(self, workers: Mapping[str, WorkerConfig]) -> Self:
+        """A copy with these workers, by the names of `roles`."""
+        return replace(self, **workers)
+
     @property
     def longest_sequence(self) -> int:
         """Tokens of a row at most."""
@@ -165,7 +172,10 @@ class PipelineConfig(RunConfig):
     critic: WorkerConfig | None = None
     """Value model; null = none."""
     teacher: WorkerConfig | None = None
-    """Distillation teacher; null = none."""
+    """Distillation teacher; null = none. Short for `teachers` with one of the name teacher."""
+    teachers: Mapping[str, WorkerConfig | TeacherServer] = section(dict, form="names")
+    """Distillation teachers by name: a section as `teacher`, or the `address` and `model` of a server. The column
+    `teacher` of a row names the one that scores it; without it, the one of its domain's name, or the only one."""
     async_training: AsyncTrainingConfig = section(AsyncTrainingConfig)
     """How far generation runs ahead."""
     algorithm: AlgorithmConfig = section(AlgorithmConfig)
@@ -178,7 +188,29 @@ class PipelineConfig(RunConfig):
     def roles(self) -> Iterator[tuple[str, WorkerConfig]]:
         """Configured roles, in a fixed order."""
         workers = (self.actor_train, self.actor_infer, self.reference, self.critic, self.teacher)
-        return ((name, worker) for name, worker in zip(ROLES, workers, strict=True) if worker is not None)
+        yield from ((name, worker) for name, worker in zip(ROLES, workers, strict=True) if worker is not None)
+        for name, teacher in self.teachers.items():
+            if isinstance(teacher, WorkerConfig):
+                yield OF_TEACHERS + name, teacher
+
+    def with_roles(self, workers: Mapping[str, WorkerConfig]) -> Self:
+        """A copy with these workers, by the names of `roles`."""
+        teachers = {
+            name: workers[role] if (role := OF_TEACHERS + name) in workers else teacher
+            for name, teacher in self.teachers.items()
+        }
+        own = {role: worker for role, worker in workers.items() if not role.startswith(OF_TEACHERS)}
+        return replace(self, **own, teachers=teachers)
+
+    @property
+    def teacher_names(self) -> tuple[str, ...]:
+        """What the column `teacher` of a row may say."""
+        return tuple(self.teachers) if self.teacher is None else ("teacher", *self.teachers)
+
+    @property
+    def teacher_servers(self) -> Mapping[str, TeacherServer]:
+        """Teachers behind an address, by name."""
+        return {name: teacher for name, teacher in self.teachers.items() if isinstance(teacher, TeacherServer)}
 
     @property
     def samples_per_group(self) -> int:

@@ -107,7 +107,7 @@ class AlgorithmConfig:
     kl_horizon: int = bounded(10000, ">= 1")
     """Samples over which token_kl_coef adapts."""
     distill_coef: float = bounded(0.0, ">= 0")
-    """Weight of the KL to `teacher` subtracted from the advantage; 0 = off."""
+    """Weight of the KL to `teacher` or `teachers` subtracted from the advantage; 0 = off."""
     value_clip: float | None = bounded(None, "> 0")
     """Clip of the critic's step; null = off."""
     critic_warmup: int = bounded(0, ">= 0")

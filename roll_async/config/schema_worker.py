@@ -422,3 +422,22 @@ class WorkerConfig:
         if self.device_mapping is None:
             return self.world_size
         return max(1, len(self.device_mapping) // self.model_parallel_size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TeacherServer:
+    """A teacher behind an OpenAI-compatible address, which scores each answer as soon as it is complete."""
+
+    address: str = required()
+    """http://HOST:PORT/v1 of a server whose /completions gives the log-probs of a prompt (`echo`), as vLLM's does."""
+    model: str = required()
+    """Name of the model there."""
+    api_key_env: str | None = None
+    """Name of the environment variable with the key; null = none."""
+    timeout: float = bounded(120.0, "> 0")
+    """Seconds of one request."""
+    max_concurrent: int = bounded(32, ">= 1")
+    """Requests at the same time."""
+    max_retries: int = bounded(3, ">= 0")
+    """Further attempts of a request that the server is too busy for; after them it is an outage, which the rollout
+    waits out."""

@@ -1,20 +1,24 @@
-"""A policy behind an OpenAI-compatible address: one chat in, one answer out.
+"""A model behind an OpenAI-compatible address: one chat in, one answer out; or tokens in, their log-probs out.
 
-    start --GET--> /models (is it there, and which model) ; chat --POST--> /chat/completions
+    start --GET--> /models (is it there, and which model)
+    chat --POST--> /chat/completions ; echo --POST--> /completions
 
-Only for measuring: the text comes back, not its tokens, log-probs or weight version.
+A chat is only for measuring: the text comes back, not its tokens, log-probs or weight version.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from roll_async.config.schema_worker import TeacherServer
 from roll_async.observe.thoughts import THINK
 from roll_async.rewards.serving.http_calls import BUSY, Backoff, Trouble
 from roll_async.schema import FinishReason, SamplingParams
@@ -45,6 +49,21 @@ class EndpointOptions:
     """Requests at the same time; further ones wait here."""
     max_retries: int = 3
     """Further attempts of a request that the server was too busy for."""
+    key_name: str = "--key-env"
+    """What says `key_env`, for messages."""
+
+    @classmethod
+    def of(cls, server: TeacherServer) -> EndpointOptions:
+        """A distillation teacher, as the config has it."""
+        return cls(
+            url=server.address,
+            model=server.model,
+            key_env=server.api_key_env,
+            timeout_s=server.timeout,
+            max_concurrent=server.max_concurrent,
+            max_retries=server.max_retries,
+            key_name="api_key_env",
+        )
 
     @property
     def base(self) -> str:
@@ -70,12 +89,17 @@ class ChatEndpoint:
         options, headers = self._options, {}
         if options.key_env is not None:
             if not (key := os.environ.get(options.key_env)):
-                raise ValueError(f"--key-env {options.key_env}: that environment variable is not set")
+                raise ValueError(f"{options.key_name} {options.key_env}: that environment variable is not set")
             headers["Authorization"] = f"Bearer {key}"
-        self._http = aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=options.timeout_s))
+        self._http = aiohttp.ClientSession(
+            headers=headers,
+            timeout=aiohttp.ClientTimeout(total=options.timeout_s),
+            connector=aiohttp.TCPConnector(limit=0),  # `chat` and `echo` have slots
+        )
         status, text = await self._call("GET", "models", None)
         if status in (401, 403):
-            raise ValueError(f"{options.url} refuses the key ({status}); --key-env names the variable that holds it")
+            holds = f"{options.key_name} names the variable that holds it"
+            raise ValueError(f"{options.url} refuses the key ({status}); {holds}")
         # A server without /models can be measured all the same, where --model names the model.
         served = _served(text) if status == 200 else []
         if not self.model:
@@ -115,9 +139,22 @@ class ChatEndpoint:
             body["chat_template_kwargs"] = dict(template_kwargs)
         if sampling.repetition_penalty != 1:
             body["repetition_penalty"] = sampling.repetition_penalty
+        return _answer(await self._asked("chat/completions", body))
+
+    async def echo(self, token_ids: Sequence[int]) -> tuple[str, array]:
+        """(text of the tokens, and what the server goes on with; float32 [n - 1] log-prob of every token except the
+        first, given those before it, at temperature 1). Raises as `chat`.
+        """
+        # One token more than is wanted: there are servers that take no request for none.
+        asked = {"max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1}
+        reply = await self._asked("completions", {"model": self.model, "prompt": list(token_ids), **asked})
+        return _echoed(reply, len(token_ids))
+
+    async def _asked(self, path: str, body: Mapping[str, object]) -> str:
+        """The reply to a request, with its attempts."""
 
         async def attempt() -> tuple[int, str] | Trouble:
-            status, text = await self._call("POST", "chat/completions", body)
+            status, text = await self._call("POST", path, body)
             return Trouble(reason=f"{status} {text[:200]}") if status in BUSY else (status, text)
 
         # Held over the retries: while one request waits for a busy server no further one goes there.
@@ -128,7 +165,7 @@ class ChatEndpoint:
         status, text = reply
         if status != 200:
             raise Refused(f"{self._options.url} refuses a request: {status} {text[:200]}")
-        return _answer(text)
+        return text
 
     async def _call(self, method: str, path: str, body: object | None) -> tuple[int, str]:
         import aiohttp
@@ -166,3 +203,15 @@ def _answer(text: str) -> tuple[str, FinishReason]:
         return content, FinishReason.LENGTH if choice["finish_reason"] == "length" else FinishReason.STOP
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Refused(f"no chat completion in {text[:200]!r} ({type(error).__name__})") from error
+
+
+def _echoed(text: str, num_tokens: int) -> tuple[str, array]:
+    try:
+        (choice,) = json.loads(text)["choices"]
+        found = array("f", choice["logprobs"]["token_logprobs"][1:num_tokens])  # of the first there is none
+        said = str(choice.get("text") or "")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Refused(f"no log-probs of the prompt (echo) in {text[:200]!r} ({type(error).__name__})") from error
+    if len(found) != num_tokens - 1 or not all(map(math.isfinite, found)):
+        raise Refused(f"{len(found) + 1} log-probs for {num_tokens} tokens, or some that are not finite")
+    return said, found

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from roll_async.buffer.errors import after_start
-from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig
+from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig, WorkerConfig
 from roll_async.config.schema_rollout import MAIN_SET
 from roll_async.inference.endpoint import ChatEndpoint, EndpointOptions, Refused
 from roll_async.launch.roles import loading_weights, start_without_training
@@ -72,12 +72,13 @@ def for_evaluation(config: C, model: str | None) -> C:
         held_out, changes["validation"] = config.validation.data_args, replace(config.validation, mode="pause")
     elif isinstance(config, AgenticConfig):
         changes["val_env_manager"] = replace(config.val_env_manager, mode="pause")
+    roles: dict[str, WorkerConfig] = {}
     for name, role in config.roles():
         arguments = replace(role.model_args, model_name_or_path=model)
         data = role.data_args if held_out is None or role.data_args is None else held_out
-        changes[name] = replace(loading_weights(role), model_args=arguments, data_args=data)
+        roles[name] = replace(loading_weights(role), model_args=arguments, data_args=data)
     changes["weight_sync"] = replace(config.weight_sync, adapters="merged")  # nobody pushes adapters to these engines
-    return replace(config, **changes)
+    return replace(config.with_roles(roles), **changes)
 
 
 async def evaluate_folder(config: PipelineConfig, stack: AsyncExitStack) -> Evaluation:

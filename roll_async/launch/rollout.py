@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -25,6 +25,7 @@ from roll_async.cluster.roles.engine_group import RayEngineClient
 from roll_async.cluster.roles.reward_group import HostPlan, RayScorer
 from roll_async.cluster.roles.trainer_group import RayTrainerGroup
 from roll_async.config.schema import AgenticConfig, DataArguments, PipelineConfig, RLVRConfig
+from roll_async.inference.endpoint import ChatEndpoint, EndpointOptions
 from roll_async.launch.agents import agent_parts, group_options, training_tasks, validation_tasks
 from roll_async.launch.engines import ReplicaStarter
 from roll_async.launch.scaling import follow_requests
@@ -44,6 +45,7 @@ from roll_async.rollout.dispatch.manager_options import ManagerOptions
 from roll_async.rollout.filters.filter_budget import BudgetOptions
 from roll_async.rollout.groups import GroupRunner
 from roll_async.rollout.protocol import PromptPool, PromptSource
+from roll_async.rollout.teaching import TaughtRunner
 from roll_async.rollout.tools import ToolCompletionCallback
 from roll_async.schema import Prompt
 from roll_async.weight_sync.canary import CanaryOptions
@@ -51,6 +53,8 @@ from roll_async.weight_sync.protocol import SyncOptions
 from roll_async.weight_sync.transport.transports import ONE_HOST, choose_transport, needs_front_end
 
 logger = logging.getLogger(__name__)
+_ASKED_AT_START = "The answer is 42, because f(x) = x + 2."
+"""Of a teacher behind an address: with another vocabulary its tokens are another text."""
 T = TypeVar("T")
 C = TypeVar("C", bound=PipelineConfig)
 
@@ -73,6 +77,8 @@ class StartedRollout:
     """Makes the pool over the stream, one for each run; None = no pool."""
     starter: ReplicaStarter
     stack: AsyncExitStack
+    teachers: Mapping[str, ChatEndpoint] = field(default_factory=dict)
+    """Distillation teachers behind addresses, by name."""
     devices: PhaseSwitcher | None = None
     """Devices that training roles and engines share; None = they share none."""
 
@@ -94,7 +100,7 @@ class StartedRollout:
         transport = _transport(config, hosts)
         parts = RolloutParts(
             engines=self.engines,
-            groups=groups_on(config, self.scorers, _tools(config, hooks)),
+            groups=groups_on(config, self.scorers, _tools(config, hooks), self.teachers),
             prompts=self.prompts,
             weights=weights,
             ledger=_ledger(config, can_rebuild=position is not None),
@@ -126,9 +132,11 @@ async def start_rollout(
     closes. Raises ValueError for what the user can fix, RoleFailed for what a role reports.
     """
     starter = ReplicaStarter(config, engines, pool, stack)
-    beside = asyncio.gather(_told("read", prompts_of, config), start_scorers(config, stack))
+    beside = asyncio.gather(
+        _told("read", prompts_of, config), start_scorers(config, stack), start_teachers(config, stack)
+    )
     found, training, validators = await start_engines(config, starter, beside, stack)
-    (prompts, prompt_pool, held_out), scorers = found
+    (prompts, prompt_pool, held_out), scorers, teachers = found
     return StartedRollout(
         engines=training,
         validators=validators,
@@ -138,6 +146,7 @@ async def start_rollout(
         pool=prompt_pool,
         starter=starter,
         stack=stack,
+        teachers=teachers,
     )
 
 
@@ -192,16 +201,30 @@ async def start_scorers(config: PipelineConfig, stack: AsyncExitStack, *, trains
 
 
 def groups_on(
-    config: PipelineConfig, scorers: Scorers, tools: ToolCompletionCallback | None = None
+    config: PipelineConfig,
+    scorers: Scorers,
+    tools: ToolCompletionCallback | None = None,
+    teachers: Mapping[str, ChatEndpoint] | None = None,
 ) -> Callable[[EnginePool], GroupRunner]:
-    """`RolloutParts.groups`: of trajectories in worlds, or of answers that rewards score."""
-    if isinstance(scorers, AgentParts):
-        assert isinstance(config, AgenticConfig)
-        limits = group_options(config, trains=scorers.trains)
-        return lambda manager: GroupRunner(WorldRunner(manager, scorers), manager, limits)
-    assert isinstance(config, RLVRConfig)
-    options = SchedulerOptions.of(config)
-    return lambda manager: ChatCompletionScheduler(manager, scorers, options, tools=tools)
+    """`RolloutParts.groups`: of trajectories in worlds, or of answers that rewards score; `teachers` with an address
+    score either.
+    """
+
+    def groups(manager: EnginePool) -> GroupRunner:
+        if isinstance(scorers, AgentParts):
+            assert isinstance(config, AgenticConfig)
+            limits = group_options(config, trains=scorers.trains)
+            made = GroupRunner(WorldRunner(manager, scorers), manager, limits)
+        else:
+            assert isinstance(config, RLVRConfig)
+            made = ChatCompletionScheduler(manager, scorers, SchedulerOptions.of(config), tools=tools)
+        if servers:
+            made.runner = TaughtRunner(made.runner, config, servers)
+        return made
+
+    # Those that run may serve several runs, and this one need not have them all.
+    servers = {name: teacher for name, teacher in (teachers or {}).items() if name in config.teacher_servers}
+    return groups
 
 
 async def start_scorer(config: RLVRConfig, stack: AsyncExitStack) -> RayScorer:
@@ -215,6 +238,30 @@ async def start_scorer(config: RLVRConfig, stack: AsyncExitStack) -> RayScorer:
     scorer = await RayScorer.start(plan)
     stack.push_async_callback(scorer.close)
     return scorer
+
+
+async def start_teachers(config: PipelineConfig, stack: AsyncExitStack) -> dict[str, ChatEndpoint]:
+    """Teachers behind addresses, by name; they close with the stack. Raises ValueError for one that does not answer,
+    gives no log-probs of prompts, or reads the policy's token ids as another text.
+    """
+    if not config.teacher_servers:
+        return {}
+    tokenizer = await asyncio.to_thread(load_tokenizer, config.pretrain)
+    asked = tokenizer.encode(_ASKED_AT_START, add_special_tokens=False)
+    started = {}
+    for name, server in config.teacher_servers.items():
+        endpoint = started[name] = ChatEndpoint(EndpointOptions.of(server))
+        stack.push_async_callback(endpoint.close)
+        try:
+            await endpoint.start()
+            text, _ = await endpoint.echo(asked)
+        except (ConnectionError, ValueError) as error:
+            raise ValueError(f"teachers.{name}: {error}") from error
+        expected = str(tokenizer.decode(asked)).strip()
+        if not text.strip().startswith(expected):
+            message = f"it reads {expected!r} as {text[: len(expected)]!r}; use a teacher with the policy's tokenizer"
+            raise ValueError(f"teachers.{name}: {server.address} has another vocabulary: {message}")
+    return started
 
 
 def prompts_of(
@@ -253,7 +300,7 @@ def held_out_of(config: PipelineConfig) -> Mapping[str, Sequence[Prompt]]:
 
 def _prompts_of_set(config: RLVRConfig, data: DataArguments) -> list[Prompt]:
     # Validation may use a part of the domains: AIME alone for a run over mathematics and code.
-    held_out = load_prompts(data_options(config, data), every_domain=False)
+    held_out = load_prompts(replace(data_options(config, data), teachers=()), every_domain=False)
     # One epoch: with fewer rows than val_batch_size no prompt is asked twice.
     stream = ShuffledPrompts(judged(held_out, config.loss_parts), seed=config.seed, num_epochs=1)
     prompts = (stream.at(i) for i in range(config.val_batch_size))

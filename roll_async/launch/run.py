@@ -48,7 +48,7 @@ def learner_parts(config: PipelineConfig, training: Mapping[str, RayTrainerGroup
     return LearnerParts(
         actor=actor,
         reference=BasePolicy(actor) if reference_is_actor(config) else training.get("reference"),
-        teacher=training.get("teacher"),
+        teachers={role: group for role, group in training.items() if role.startswith("teacher")},
         critic=training.get("critic") if config.algorithm.adv_estimator == "gae" else None,
         sharing=roles_on_same_devices(config),
     )

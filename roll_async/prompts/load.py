@@ -16,6 +16,7 @@ from roll_async.observe.thoughts import continuing, marks_of, thought_of
 from roll_async.prompts.end_marks import EndMarks
 from roll_async.prompts.row_tools import tools_of_row
 from roll_async.prompts.rows import BadRows, Columns, Row, content_digest, final_number, read_rows
+from roll_async.prompts.teachers import teacher_of
 from roll_async.prompts.tokenizer import ChatEncoder, EncodedChat, load_tokenizer, told
 from roll_async.prompts.turns import Turn
 from roll_async.schema import Prompt
@@ -56,6 +57,10 @@ class DataOptions:
     """Values of `reward_model.style` a domain takes; a domain that is not here takes all."""
     checks: Mapping[str, Callable[[str, Mapping[str, str]], object]] = field(default_factory=dict)
     """(ground truth, other columns) of a domain's row; raises ValueError for a row its reward cannot judge."""
+    teachers: tuple[str, ...] = ()
+    """Names that the column `teacher` may say; a row that chooses none of them is refused."""
+    untaught: frozenset[str] = frozenset()
+    """Domains whose rows no teacher scores."""
     num_workers: int = 1
     """Processes that render and tokenise; 1 = this one. The result does not depend on it."""
 
@@ -90,6 +95,8 @@ class DataOptions:
             maths=frozenset(name for name, r in config.rewards.items() if r.type in MATHS_RULES),
             styles={name: r.style_included for name, r in config.rewards.items() if r.style_included},
             checks=checks,
+            teachers=config.teacher_names,
+            untaught=frozenset(config.loss_parts),
             num_workers=data.preprocessing_num_workers,
         )
 
@@ -120,7 +127,7 @@ def _load(options: DataOptions, every_domain: bool) -> dict[str, list[Prompt]]:
                 continue
             if domain in options.maths:
                 row = replace(row, ground_truth=final_number(row.ground_truth))
-            problem = _problem(row, options.checks.get(domain))
+            problem = _problem(row, domain, options)
             if problem:
                 bad.add(f"{row.where}: {problem}")
             else:
@@ -187,12 +194,16 @@ def domain_of(
     return None
 
 
-def _problem(row: Row, check: Callable[[str, Mapping[str, str]], object] | None) -> str:
-    """Why the row's reward could never judge it or its tools never be called; nothing when they can."""
+def _problem(row: Row, domain: str, options: DataOptions) -> str:
+    """Why its reward could never judge the row, its tools never be called or no teacher score it; nothing when all
+    can.
+    """
     try:
         tools_of_row(row.extra)
-        if check is not None:
+        if (check := options.checks.get(domain)) is not None:
             check(row.ground_truth, row.extra)
+        if options.teachers and domain not in options.untaught:
+            teacher_of(domain, row.extra, options.teachers)
     except ValueError as error:
         return str(error)
     return ""

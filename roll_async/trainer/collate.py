@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterable, Sequence, Set
 
 import torch
 from torch import Tensor
 
+from roll_async.prompts.teachers import teacher_of
 from roll_async.schema import ExpertRecord, ExpertRows, Group, Prompt, Sample, TrainBatch, TurnTable, WeightVersion
 
 
@@ -18,9 +20,10 @@ def collate(
     domains: Sequence[str],
     numbers: Sequence[str] = (),
     unscored: Set[str] = frozenset(),
+    teachers: Sequence[str] = (),
 ) -> TrainBatch:
     """One row per sample, in group order; padded to the longest row. `numbers`: what rewards report and the estimator
-    reads; 0 in `unscored` domains.
+    reads; 0 in `unscored` domains. `teachers`: of a run that distils, which `unscored` domains have none of.
 
     Worked example: prompt `[5, 6]`, response `[7, 8]` sampled by version 3 gives tokens `[5, 6, 7, 8]`, mask `[0, 0,
     1, 1]`, versions `[-1, -1, 3, 3]`. Raises ValueError for a sample without a score: an outage must not reach the
@@ -71,7 +74,22 @@ def collate(
             name: torch.tensor([0.0 if g.prompt.domain in unscored else _number(s, name) for g, s in samples])
             for name in numbers
         },
+        teachers=tuple(
+            "" if g.prompt.domain in unscored else teacher_of(g.prompt.domain, g.prompt.extra, teachers)
+            for g, _ in samples
+            if teachers
+        ),
+        teacher_logprobs=_taught(rows, responded) if teachers else None,
     )
+
+
+def _taught(samples: Sequence[Sample], responded: Tensor) -> Tensor:
+    """[B,T] log-probs that came with samples, NaN where none did. `responded`: [B,T] bool, the samples' responses."""
+    none = array("f", [math.nan])
+    found = [none * len(s.loss_mask) if s.teacher_logprobs is None else s.teacher_logprobs for s in samples]
+    logprobs = torch.full(responded.shape, math.nan)
+    logprobs[responded] = _joined(array("f"), found, torch.float32)
+    return logprobs
 
 
 def _role(prompt: Prompt) -> str:

@@ -1,6 +1,6 @@
 """One training step: whole groups in, optimizer steps and metrics out.
 
-    groups -> TrainBatch -> proximal | reference | teacher log-probs | values -> rewards -> advantages -> masks and
+    groups -> TrainBatch -> proximal | reference | teachers' log-probs | values -> rewards -> advantages -> masks and
     correction -> critic | policy update
 
 A bar: side by side, by roles with devices of their own (`roles.py`).
@@ -26,12 +26,13 @@ from roll_async.algorithms.correction import correct, correction_metrics
 from roll_async.algorithms.kl import kl_estimate, kl_in_reward, update_kl_coefficient
 from roll_async.algorithms.masked import masked_mean, whiten
 from roll_async.algorithms.rewards import RunningMoments
-from roll_async.config.schema import PipelineConfig
+from roll_async.config.schema import OF_TEACHERS, PipelineConfig
 from roll_async.config.schema_algorithm import AlgorithmConfig
 from roll_async.observe.sample_dump import EVERY_GROUP, chosen_groups
 from roll_async.schema import ExpertRows, Group, TrainBatch
 from roll_async.trainer import credit
 from roll_async.trainer.collate import collate
+from roll_async.trainer.distillation import chosen_rows, merged_logprobs, taught_by, teacher_metrics
 from roll_async.trainer.protocol import PolicyRows, StepReport, TokenRows, ValueRows, mini_batch_ranges
 from roll_async.trainer.roles import Job, LearnerParts
 from roll_async.trainer.selection import select_tokens
@@ -51,6 +52,8 @@ class LearnerOptions:
     mini_batch_rows: int = 1
     loss_parts: Mapping[str, str] = field(default_factory=dict)
     """By domain, where its rows feed another part of the loss than the policy's."""
+    teachers: tuple[str, ...] = ()
+    """What the rows of the policy's part are distilled from, by name."""
     mask_older_than: int | None = None
     """Versions; tokens over it leave the loss (staleness policy token_mask). None = off."""
     router_replay: bool = False
@@ -82,6 +85,7 @@ class LearnerOptions:
             mini_batch_rows=config.mini_batch_size,
             domains=config.domains,
             loss_parts=config.loss_parts,
+            teachers=config.teacher_names,
             response_length=config.longest_response,
             router_replay=config.actor_train.router_replay,
             kept_groups=EVERY_GROUP if config.tracking.rollout_dump_dir else config.tracking.samples_per_step,
@@ -154,6 +158,7 @@ class Learner:
             domains=options.domains,
             numbers=options.reported_numbers,
             unscored=set(options.loss_parts),
+            teachers=options.teachers,
         )
         rows = TokenRows(tokens=batch.tokens, lengths=batch.lengths, mask=batch.mask)
         started = loop.time()
@@ -219,19 +224,24 @@ class Learner:
         return torch.tensor([group.group_id in kept for group in groups for _ in group.samples])
 
     async def _scores(self, batch: TrainBatch, rows: TokenRows) -> tuple[list[Tensor | None], float]:
-        """([B,T] proximal, reference and teacher log-probs, values, squares, or None each; the actor's wait in s)."""
+        """([B,T] proximal, reference and teachers' log-probs, values, squares, or None each; the actor's wait in s)."""
         parts = self._parts
+        # Of an address a row has its log-probs already.
+        taught = {role: taught_by(batch, role.removeprefix(OF_TEACHERS)) for role in parts.teachers}
+        taught = {role: own for role, own in taught.items() if bool(own.any())}
         squares = None
         if self._options.algorithm.adv_estimator == "optimal_token_baseline":
             squares = partial(parts.actor.compute_squares, replace(rows, experts=self._replayed(batch)))
         jobs: Sequence[Job[Tensor | None]] = [
             ("actor_train", partial(self._proximal, batch, rows)),
             ("reference", partial(parts.reference.compute_logprobs, rows) if parts.reference else None),
-            ("teacher", partial(parts.teacher.compute_logprobs, rows) if parts.teacher else None),
+            *((r, partial(parts.teachers[r].compute_logprobs, chosen_rows(rows, own))) for r, own in taught.items()),
             ("critic", partial(parts.critic.compute_values, rows) if parts.critic else None),
             ("actor_train", squares),
         ]
-        return await parts.work(jobs)
+        (proximal, reference, *of_teachers, values, squares), wait_s = await parts.work(jobs)
+        teacher = merged_logprobs(batch, zip(taught.values(), of_teachers, strict=True))
+        return [proximal, reference, teacher, values, squares], wait_s
 
     async def _proximal(self, batch: TrainBatch, rows: TokenRows) -> Tensor | None:
         """[B,T] log-probs of the weights at the start of the step; None when each micro-batch makes its own."""
@@ -310,6 +320,7 @@ class Learner:
         if teacher is not None:
             distance = kl_estimate(logprobs_BT=known, ref_logprobs_BT=teacher, mask_BT=policy, estimator="k1")
             advantages = advantages - self._algorithm.distill_coef * distance.detach()
+            metrics |= teacher_metrics(batch, distance, policy, options.teachers)
         mask = self._loss_mask(batch) & policy
         metrics["staleness/masked_fraction"] = 1.0 - float(mask.sum()) / max(1, int(policy.sum()))
         # torch's std of a single number is NaN.

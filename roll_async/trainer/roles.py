@@ -5,8 +5,8 @@ own, one after another where they share some.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from roll_async.trainer.protocol import CriticGroup, ScoringGroup, TrainerGroup
@@ -18,11 +18,12 @@ Job = tuple[str, Callable[[], Awaitable[T]] | None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LearnerParts:
-    """The groups of ranks of a step, by role: actor_train, reference, teacher, critic."""
+    """The groups of ranks of a step, by role: actor_train, reference, teachers, critic."""
 
     actor: TrainerGroup
     reference: ScoringGroup | None = None
-    teacher: ScoringGroup | None = None
+    teachers: Mapping[str, ScoringGroup] = field(default_factory=dict)
+    """By role: teacher, or teachers.NAME."""
     critic: CriticGroup | None = None
     sharing: Sequence[frozenset[str]] = ()
     """Sets of roles with devices or ranks in common (`roles_on_same_devices`): the activations of two of them need not

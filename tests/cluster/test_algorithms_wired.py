@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -12,10 +13,14 @@ pytest.importorskip("ray")
 pytest.importorskip("megatron.core")
 pytest.importorskip("vllm")
 
+from safetensors.torch import load_file, save_file
+
 from roll_async.algorithms.advantages import ADVANTAGES
 from roll_async.algorithms.policy_losses import POLICY_LOSSES
 from roll_async.cluster.runtime import ray_runtime
 from roll_async.config.api import load
+from roll_async.prompts.tokenizer import load_tokenizer
+from tests.echo_server import echo_server
 from tests.patience import patient
 from tools.sweep import Sweep
 
@@ -48,6 +53,8 @@ ROLES = (
     f"rewards={{addition: {{type: spread_reward.digit_parity, tag_included: [addition]}}, {SUMS}, {THIRDS}, {DISTINCT},"
     f" {CODE}}}",
 )
+NAMES = ("same", "flat", "far")
+"""Teachers: the model that the run starts from, one that finds all tokens equally likely, and one behind an address."""
 SMALL = (
     "rollout_batch_size=8",
     "response_length=40",
@@ -66,19 +73,39 @@ NO_TIES = "rewards={distinct: {type: spread_reward.checksum, tag_included: [addi
 
 
 @pytest.fixture(scope="module")
-def run(demo_assets, tmp_path_factory, request):
+def teachers(demo_assets, tmp_path_factory):
+    """The section `teachers`."""
+    flat = tmp_path_factory.mktemp("teachers") / "flat"
+    shutil.copytree(demo_assets / "model", flat)
+    (weights,) = flat.glob("*.safetensors")
+    tensors = load_file(weights)
+    tensors["model.norm.weight"].zero_()
+    save_file(tensors, weights, {"format": "pt"})
+
+    def ranks(model):
+        args = f"{{dtype: fp32, model_name_or_path: {model}}}"
+        return f"{{model_args: {args}, strategy_args: {{strategy_name: megatron_infer}}}}"
+
+    with echo_server(load_tokenizer(str(demo_assets / "model")).decode) as server:
+        far = f"{{address: {server.url}/v1, model: big}}"
+        yield f"teachers={{same: {ranks(demo_assets / 'model')}, flat: {ranks(flat)}, far: {far}}}"
+
+
+@pytest.fixture(scope="module")
+def run(demo_assets, teachers, tmp_path_factory, request):
     output = tmp_path_factory.mktemp("wired")
     rows = [json.loads(line) for line in (demo_assets / "train.jsonl").read_text().splitlines()[:300]]
     tags = ("addition", "sums", "thirds")
     (output / "train.jsonl").write_text(
-        "".join(json.dumps({**row, "tag": tags[i % 3]}) + "\n" for i, row in enumerate(rows))
+        "".join(json.dumps({**row, "tag": tags[i % 3], "teacher": NAMES[i % 3]}) + "\n" for i, row in enumerate(rows))
     )
-    program = {"tag": "code", "test": "def check(candidate):\n    assert candidate(1) == 1", "entry_point": "same"}
+    test = "def check(candidate):\n    assert candidate(1) == 1"
+    program = {"tag": "code", "teacher": "same", "test": test, "entry_point": "same"}
     (output / "roles.jsonl").write_text(  # a role that any run needs is started first, and wants a row of its domain
         (output / "train.jsonl").read_text()
         + json.dumps({**program, "messages": rows[0]["messages"]})
         + "\n"
-        + json.dumps({**rows[0], "tag": "distinct"})
+        + json.dumps({**rows[0], "tag": "distinct", "teacher": "same"})
         + "\n"
     )
 
@@ -95,9 +122,10 @@ def run(demo_assets, tmp_path_factory, request):
     inherited = os.environ.get("PYTHONPATH")
     request.addfinalizer(lambda: os.environ.update(PYTHONPATH=inherited) if inherited else os.environ.pop("PYTHONPATH"))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), inherited)))
+    of_roles = f"actor_train.data_args.file_name={output}/roles.jsonl"
     with (
-        ray_runtime(num_processes=6, env={"HF_HUB_OFFLINE": "1"}) as runtime,
-        Sweep(config("roles", (*ROLES, f"actor_train.data_args.file_name={output}/roles.jsonl")), runtime) as sweep,
+        ray_runtime(num_processes=8, env={"HF_HUB_OFFLINE": "1"}) as runtime,
+        Sweep(config("roles", (*ROLES, teachers, of_roles)), runtime) as sweep,
     ):
 
         def go(name, *overrides, file="rlvr_config_async_cpu"):
@@ -167,6 +195,26 @@ def test_a_reference_model_of_its_own_anchors_the_actor(run):
     first, *rest = run("reference", REFERENCE, rate, "algorithm.kl_loss_coef=0.01", "async_generation_ratio=0")
     assert abs(first["policy/reference_kl"]) < 1e-6, "the run starts at its reference"
     assert all(m["policy/reference_kl"] > 1e-7 for m in rest)
+
+
+def test_every_row_is_distilled_from_the_teacher_that_its_column_names(run, teachers, demo_assets):
+    metrics = run(
+        "teachers",
+        teachers,
+        "algorithm.distill_coef=0.5",
+        "async_generation_ratio=0",
+        "actor_train.training_args.learning_rate=0.003",
+    )
+    vocabulary = json.loads((demo_assets / "model" / "config.json").read_text())["vocab_size"]
+    assert sum(m["distill/same/token_share"] for m in metrics) > 0, "none of 24 prompts is its own"
+    for m in metrics:
+        assert sum(m[f"distill/{name}/token_share"] for name in NAMES) == pytest.approx(1)
+        # The cross-entropy of a sampled token is at least 0, and what is flat has log(vocabulary) for each.
+        assert 0 < m.get("distill/flat/kl", 1.0) < math.log(vocabulary)
+        assert m["distill/outages"] == 0
+    same = [m["distill/same/kl"] for m in metrics if "distill/same/kl" in m]
+    assert "distill/same/kl" not in metrics[0] or abs(same[0]) < 1e-4, "the run starts at this teacher"
+    assert any(m.get("distill/far/kl", 0) != 0 for m in metrics)
 
 
 def test_supervised_and_distilled_rows_ride_in_the_batch(run):

@@ -17,7 +17,7 @@ from roll_async.config.options.policy_loss_options import loss_options_class
 from roll_async.config.schema import ROLES, AgenticConfig, PipelineConfig, RLVRConfig, RunConfig, SupervisedConfig
 from roll_async.config.schema_algorithm import AlgorithmConfig
 from roll_async.config.schema_rollout import REWARDS, EnvManagerConfig
-from roll_async.config.schema_worker import STRATEGIES, DataArguments, WorkerConfig
+from roll_async.config.schema_worker import STRATEGIES, DataArguments, TeacherServer, WorkerConfig
 from roll_async.config.yaml.node import Plain
 
 T = TypeVar("T")
@@ -37,12 +37,22 @@ def build(cls: type[RunConfig], values: dict[str, Plain], stem: str) -> RunConfi
         tree["algorithm"] = algorithm
     for role in ROLES:
         if worker := cast("dict | None", tree.get(role)):
-            args = worker["strategy_args"]
-            settings = _make(STRATEGIES[args["strategy_name"]], args.get("strategy_config"))
-            tree[role] = {**worker, "strategy_args": {**args, "strategy_config": settings}}
+            tree[role] = _with_settings(worker)
+    if teachers := cast("dict[str, dict]", tree.get("teachers")):
+        tree["teachers"] = {
+            name: _make(TeacherServer, given) if "address" in given else _make(WorkerConfig, _with_settings(given))
+            for name, given in teachers.items()
+        }
     config = _make(cls, tree)
     _fill(config, stem, weight_level_written="weight_level" in algorithm.get("correction", {}))
     return config
+
+
+def _with_settings(worker: dict) -> dict:
+    """With the settings of its library in their class."""
+    args = worker["strategy_args"]
+    settings = _make(STRATEGIES[args["strategy_name"]], args.get("strategy_config"))
+    return {**worker, "strategy_args": {**args, "strategy_config": settings}}
 
 
 def to_plain(config: RunConfig) -> dict[str, Plain]:

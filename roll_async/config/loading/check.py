@@ -4,6 +4,7 @@ Only what is written comes out; defaults are left to the dataclasses. All errors
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from roll_async.config.fields import RANGES
 from roll_async.config.loading.devices import parse_devices
@@ -83,7 +84,8 @@ class Checker:
             if name not in spec:
                 self._unknown(here, name, child, cls, path)
             elif not self._misplaced(spec[name], here, child, node, role):
-                value = self._value(child, spec[name], here, role or (name if not path and name in ROLES else ""), node)
+                role_here = role or ("" if path else "teacher" if name == "teachers" else name if name in ROLES else "")
+                value = self._value(child, spec[name], here, role_here, node)
                 if value is not _ABSENT:
                     values[name] = value
         if cls is DataArguments and self._kind == "agentic":
@@ -187,7 +189,10 @@ class Checker:
                 continue  # what an included file has, and this one takes out
             if not form.fullmatch(name):
                 self._error("C005", path, child, f"{shown(name)} must be a name matching {form.pattern}")
-            values[name] = self._value(child, spec.item, f"{path}.{name}", role, node)
+            item, other = spec.item, spec.item.other
+            if other is not None and isinstance(child.value, dict) and next(iter(spec_of(other))) in child.value:
+                item = replace(item, section=other)
+            values[name] = self._value(child, item, f"{path}.{name}", role, node)
             if path == "rewards":
                 self._reward(name, child, f"{path}.{name}", values[name])
             elif path == "custom_envs":

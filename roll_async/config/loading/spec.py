@@ -36,6 +36,8 @@ class FieldSpec:
     item: "FieldSpec | None" = None
     """Of a list or map."""
     section: type | None = None
+    other: type | None = None
+    """Another section that may stand there; it is where its first key is written."""
     choices: tuple[str | int, ...] = ()
     nullable: bool
     required: bool
@@ -67,7 +69,7 @@ def _spec(name: str, annotation: object, traits: Traits, required: bool, default
         kind, item, section, choices = _kind(name, inner[0], traits)
     return FieldSpec(
         name=name, kind=kind, item=item, section=section, choices=choices, nullable=nullable, required=required,
-        default=default, traits=traits,
+        default=default, traits=traits, other=typing.cast(type, inner[1]) if section and len(inner) > 1 else None,
     )  # fmt: skip
 
 

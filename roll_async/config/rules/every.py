@@ -1,4 +1,4 @@
-"""Cross-field rules C101 to C155: what no single key can break.
+"""Cross-field rules C101 to C156: what no single key can break.
 
 Each rule is a generator of (id, key, message); the place of a message is where its key was written, or the nearest
 section.

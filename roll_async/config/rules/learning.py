@@ -1,6 +1,7 @@
-"""Rules about what is learned and measured (C105, C141 to C150, C152 to C155)."""
+"""Rules about what is learned and measured (C105, C141 to C150, C152 to C156)."""
 
 from dataclasses import asdict
+from urllib.parse import urlsplit
 
 from roll_async.config.options.advantage_options import AGENTIC_ONLY
 from roll_async.config.options.correction_options import carries_behaviour_policy
@@ -39,10 +40,28 @@ def needed_roles(config: PipelineConfig) -> Findings:
             "algorithm.kl_loss_coef",
             f"0 leaves rewards.{distilled[0]} (distilled) without a loss; use > 0",
         )
-    if a.distill_coef > 0 and config.teacher is None:
+    if a.distill_coef > 0 and not config.teacher_names:
         yield "C142", "teacher", f"required by algorithm.distill_coef={number(a.distill_coef)}"
     if isinstance(config, RLVRConfig) and config.eval_steps > 0 and config.validation is None:
         yield "C145", "validation", f"required by eval_steps={config.eval_steps}"
+
+
+def teachers(config: PipelineConfig) -> Findings:
+    """C156."""
+    names, sampling = config.teacher_names, config.actor_infer.generating_args
+    of_all = {"temperature": 1, "top_p": 1, "top_k": -1}  # what samples the whole distribution
+    if config.teacher is not None and config.teachers:
+        yield "C156", "teacher", f"cannot be combined with teachers.{next(iter(config.teachers))}; keep one"
+    for name, server in config.teacher_servers.items():
+        key, url = f"teachers.{name}.address", urlsplit(server.address)
+        if url.scheme not in ("http", "https") or not url.hostname:
+            yield "C156", key, f"'{server.address}' is no address; write http://HOST:PORT/v1"
+        if other := next((n for n, value in of_all.items() if getattr(sampling, n) != value), None):
+            message = f"a server gives log-probs of the whole distribution; set actor_infer.generating_args.{other}"
+            yield "C156", key, f"{message}: {of_all[other]}, or give a folder in place of the address"
+    untaught = [d for d in config.domains if d not in names and d not in config.loss_parts]
+    if isinstance(config, AgenticConfig) and len(names) > 1 and untaught:  # rows of files have a column
+        yield "C156", "teachers", f"none has the name of the tag {untaught[0]}; name one like each tag, or use a single"
 
 
 def validation_place(config: PipelineConfig) -> Findings:
@@ -130,6 +149,7 @@ OF_ALL_KINDS = (roles,)
 RULES = (
     overlong,
     needed_roles,
+    teachers,
     validation_place,
     validation_sets,
     agentic_only,

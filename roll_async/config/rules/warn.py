@@ -123,9 +123,10 @@ def unused(config: PipelineConfig) -> Findings:
         "reference": a.kl_loss_coef > 0 or a.token_kl_coef > 0,
         "critic": a.adv_estimator == "gae",
         "teacher": a.distill_coef > 0,
+        "teachers": a.distill_coef > 0,
         "validation": config.eval_steps > 0,
     }
-    configured = {role for role, _ in config.roles()}
+    configured = {role for role, _ in config.roles()} | ({"teachers"} if config.teachers else set())
     if isinstance(config, RLVRConfig) and config.validation is not None:
         configured.add("validation")
     for name, is_used in used.items():

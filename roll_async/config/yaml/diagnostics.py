@@ -14,7 +14,7 @@ class Diagnostic:
     """A problem at a place."""
 
     id: str
-    """C001 to C155 are errors, W01 to W15 warnings."""
+    """C001 to C156 are errors, W01 to W15 warnings."""
     key: str
     """Dotted canonical path, list items as `.0`; `(file)` if no key is concerned."""
     file: str

@@ -29,9 +29,9 @@ def dump(config: RunConfig) -> str:
     """YAML of a loaded config; loading it gives an equal config."""
     tree = to_plain(config)
     for role, worker in config.roles():
-        section = tree[role]
-        assert isinstance(section, dict)
-        tree[role] = _effective(section, worker, role)
+        *above, name = role.split(".", 1)  # a teacher's name may have dots
+        sections = reduce(lambda section, key: section[key], above, cast(dict, tree))
+        sections[name] = _effective(sections[name], worker, "teacher" if above else role)
     for path in () if isinstance(config, PipelineConfig) else WITHOUT_EFFECT_ON_GIVEN_ROWS:
         *above, name = path.split(".")
         found = reduce(lambda section, key: section.get(key) or {}, above, cast(dict, tree))

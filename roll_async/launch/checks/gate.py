@@ -19,6 +19,7 @@ from roll_async.config.api import ConfigError, Diagnostic, Loaded, load_with_war
 from roll_async.config.loading.lookup import find_config
 from roll_async.config.rules.every import placed
 from roll_async.config.schema import (
+    OF_TEACHERS,
     AgenticConfig,
     MegatronInferConfig,
     MegatronTrainConfig,
@@ -44,7 +45,7 @@ _INPUTS = {"pretrain", "reward_pretrain", "model_name_or_path", "file_name"}
 
 
 def check_supported(path: str | Path, overrides: Sequence[str] = (), pipeline: str | None = None) -> Loaded:
-    """The config at `path` if a launcher would start it. Raises ConfigError with all problems: C001 to C155 of the
+    """The config at `path` if a launcher would start it. Raises ConfigError with all problems: C001 to C156 of the
     loader; or of this module C201, a setting that is not supported yet or has no effect, C202, devices and transport,
     C203, parallel sizes against the model. Dotted paths name modules beside this config from now on, too.
     """
@@ -202,7 +203,7 @@ def _roles(config: RunConfig) -> list[str]:
         strategy = role.strategy_args.strategy_config
         if isinstance(strategy, MegatronTrainConfig | MegatronInferConfig):
             problems += _megatron(name, role, strategy)
-        elif name in ("reference", "teacher"):
+        elif name in ("reference", "teacher") or name.startswith(OF_TEACHERS):
             problems.append(
                 f"{name}.strategy_args.strategy_name={role.strategy_args.strategy_name} is not there yet; "
                 "use megatron_infer"

@@ -86,15 +86,12 @@ def resolve_names(config: C) -> C:
     """
     folders = {model: model_folder(key, model) for key, model in models_of(config).items()}
     roles = {name: _with_folder(worker, folders) for name, worker in config.roles()}
-    changes: dict[str, object] = {
-        "pretrain": folders[config.pretrain],
-        **roles,
-    }
+    changes: dict[str, object] = {"pretrain": folders[config.pretrain]}
     if isinstance(config, PipelineConfig):
         changes["reward_pretrain"] = folders.get(config.reward_pretrain, config.reward_pretrain)
     if isinstance(config, RLVRConfig | SupervisedConfig) and config.validation is not None:
         changes["validation"] = config.validation.with_files(partial(_file, "validation"))
-    return replace(config, **changes)
+    return replace(config.with_roles(roles), **changes)
 
 
 def models_of(config: RunConfig) -> dict[str, str]:

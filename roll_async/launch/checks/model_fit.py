@@ -12,7 +12,7 @@ from roll_async.checkpoint.hf_names.families import family_of
 from roll_async.checkpoint.hf_names.table import Family
 from roll_async.checkpoint.hf_names.value_head import language_model
 from roll_async.checkpoint.known_models import known_config
-from roll_async.checkpoint.model_sizes import ModelSizes, embedding_rows, longest_context, tokenizer_rows
+from roll_async.checkpoint.model_sizes import ModelSizes, embedding_rows, longest_context, pieces, tokenizer_rows
 from roll_async.checkpoint.rotary import Rotary
 from roll_async.config.schema import (
     MegatronInferConfig,
@@ -98,6 +98,13 @@ def _limits(config: RunConfig, key: str, model: str, found: HfConfig) -> Iterato
     if needed > rows:
         message = f"the tokenizer of {config.pretrain} has ids up to {needed - 1}, {found.source} embeddings of {rows}"
         yield key, f"{message}; use the tokenizer that the model was made with, or resize the model's embeddings"
+    taught = (r for r, w in config.roles() if w.model_args.model_name_or_path == model and r.startswith("teacher"))
+    if role := next(taught, None):
+        theirs = pieces(model)
+        # Added tokens may differ: those of chats are in instructed models alone.
+        if other := next((p for p, i in pieces(config.pretrain).items() if theirs and theirs.get(p) != i), None):
+            message = f"token {other!r} has another id here than in {config.pretrain}, and a teacher scores ids"
+            yield f"{role}.model_args.model_name_or_path", f"{message}; use a teacher with the policy's tokenizer"
     positions = longest_context(found)
     remedy = f"the model has {positions} positions ({found.source})"
     longest = config.longest_sequence

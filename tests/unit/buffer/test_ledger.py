@@ -39,6 +39,7 @@ def rich_group(build):
         finish_reason=FinishReason.LENGTH,
         reward=Reward(score=0.1, metrics={"acc": 1.0}, reason="because", scoring_s=0.25),
         experts=ExpertRecord(ids=array("B", range(6 * 4)), num_layers=2, top_k=2),
+        teacher_logprobs=array("f", [-0.5, -1.0, -3.1415927]),
     )
     empty = build.sample(
         prompt,
@@ -62,11 +63,11 @@ def test_a_group_comes_back_equal_in_every_field(build):
     )
 
 
-def test_a_group_written_before_experts_were_recorded_can_be_read(build):
+def test_a_group_written_before_experts_and_teachers_were_recorded_can_be_read(build):
     header, block = encode_group(build.group())
     fields = json.loads(header)
     for sample in fields["samples"]:
-        del sample["experts"]
+        del sample["experts"], sample["taught"]
     assert decode_group(json.dumps(fields), block) == build.group()
 
 

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -153,6 +154,20 @@ def test_roles_keep_only_what_has_an_effect(files):
     assert load(files.text(dump(config), "again.yaml")) == config
     assert config.actor_train.data_args.messages is None
     assert config.critic.model_args.model_name_or_path == config.reward_pretrain == "model"
+
+
+def test_teachers_with_folders_and_addresses_come_back_from_the_file_that_is_written(files):
+    worker = {"strategy_args": {"strategy_name": "megatron_infer"}, "model_args": {"model_name_or_path": "big"}}
+    served = {"address": "http://host:8000/v1", "model": "far", "max_retries": 1}
+    teachers = {"maths": worker, "a.b": worker, "far": served}
+    config = load(files.rlvr({"distill_coef": 0.1, "teachers": teachers}))
+    assert load(files.text(dump(config), "again.yaml")) == config
+    assert [name for name, _ in config.roles()][-2:] == ["teachers.maths", "teachers.a.b"]
+    assert config.teacher_names == ("maths", "a.b", "far") and list(config.teacher_servers) == ["far"]
+    assert config.teachers["maths"].model_args.dtype == config.actor_train.model_args.dtype
+    other = replace(config.teachers["a.b"], infer_batch_size=3)
+    changed = config.with_roles({"actor_train": config.actor_train, "teachers.a.b": other})
+    assert changed.teachers == {**config.teachers, "a.b": other} and changed.actor_train == config.actor_train
 
 
 def test_worlds_have_variables_of_the_template_and_nothing_else_of_a_section_of_files(files):

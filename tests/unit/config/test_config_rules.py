@@ -16,6 +16,7 @@ DEV = "device_mapping"
 TRAIN = "actor_train.strategy_args.strategy_config"
 INFER = "actor_infer.strategy_args.strategy_config"
 SGLANG = {"strategy_name": "sglang", "strategy_config": {"context_length": 39}}
+SERVED = {"address": "http://host:8000/v1", "model": "big"}
 MEGATRON_INFER = {"strategy_args": {"strategy_name": "megatron_infer"}, "device_mapping": "range(8,12)"}
 CRITIC = {"strategy_args": {"strategy_name": "megatron_train"}, "device_mapping": "range(8,12)"}
 DATA = {"file_name": "held_out.jsonl"}
@@ -76,6 +77,12 @@ RLVR_CASES = [
     ("C142", {"rewards": {"distilled": {}}}, "algorithm.kl_loss_coef: 0 leaves rewards.distilled (distilled) without a loss; use > 0"),
     ("C142", {"token_kl_coef": 1}, "reference: required by algorithm.token_kl_coef=1"),
     ("C142", {"distill_coef": 0.5}, "teacher: required by algorithm.distill_coef=0.5"),
+    ("C156", {"distill_coef": 0.5, "teacher": MEGATRON_INFER, "teachers": {"maths": MEGATRON_INFER}}, "teacher: cannot be combined with teachers.maths; keep one"),
+    ("C156", {"distill_coef": 0.5, "teachers": {"far": {**SERVED, "address": "host:8000"}}}, "teachers.far.address: 'host:8000' is no address; write http://HOST:PORT/v1"),
+    ("C156", {"distill_coef": 0.5, "teachers": {"far": SERVED}, "actor_infer.generating_args": {"temperature": 0.7}}, "teachers.far.address: a server gives log-probs of the whole distribution; set actor_infer.generating_args.temperature: 1, or give a folder in place of the address"),
+    ("C156", {"distill_coef": 0.5, "teachers": {"far": SERVED}, "actor_infer.generating_args": {"top_k": 5}}, "teachers.far.address: a server gives log-probs of the whole distribution; set actor_infer.generating_args.top_k: -1, or give a folder in place of the address"),
+    ("C020", {"distill_coef": 0.5, "teachers": {"maths": {**MEGATRON_INFER, "router_replay": True}}}, "teachers.maths.router_replay: has no effect on role teacher; remove it"),
+    ("C001", {"distill_coef": 0.5, "teachers": {"far": {**SERVED, "device_mapping": [1]}}}, "teachers.far.device_mapping: unknown key; did you mean 'actor_train.device_mapping'?"),
     ("C143", {"max_len_mask": True, "overlong_buffer": {"enable": True, "len": 4}}, "algorithm.max_len_mask: true cannot be combined with overlong_buffer.enable; keep one"),
     ("C144", {"adv_estimator": "gigpo"}, "algorithm.adv_estimator: gigpo is for agentic configs"),
     ("C144", {"algorithm": {"pg_options": {"ratio_level": "segment"}}}, "algorithm.pg_options.ratio_level: segment is for agentic configs"),
@@ -108,6 +115,7 @@ RLVR_CASES = [
     ("C006", {"correction": {"rejections": [REJECT]}}, "algorithm.correction.rejections.0.high: required and not set; a rule needs a bound"),
 ]  # fmt: skip
 AGENTIC_CASES = [
+    ("C156", {"distill_coef": 0.5, "teachers": {"far": SERVED, "B": MEGATRON_INFER}}, "teachers: none has the name of the tag FrozenLake; name one like each tag, or use a single"),
     ("C103", {"actor_infer.generating_args.max_new_tokens": 1024}, "actor_infer.generating_args.max_new_tokens: 1024 leaves no room in sequence_length 1024"),
     ("C121", {"rollout_batch_size": 24, "actor_train.training_args": {"gradient_accumulation_steps": 4}}, "rollout_batch_size: 3 groups * 8 samples = 24 samples per step, not divisible by the mini-batch 16 = per_device_train_batch_size 1 * gradient_accumulation_steps 4 * data parallel 4; use 32"),
     ("C121", {"custom_envs.FrozenLake": {"env_type": "frozen_lake", "manager": "step", "max_steps": 3}, "actor_train.training_args": {"gradient_accumulation_steps": 13}}, "rollout_batch_size: 2 groups * 8 trajectories of at most 3 turns = 48 samples per step at most, never as many as the mini-batch 52 = per_device_train_batch_size 1 * gradient_accumulation_steps 13 * data parallel 4; use 24"),
@@ -185,6 +193,7 @@ W = [
     ("W06", {"reference": MEGATRON_INFER}, "reference: reference is configured but nothing uses it"),
     ("W06", {"critic": CRITIC}, "critic: critic is configured but nothing uses it"),
     ("W06", {"teacher": MEGATRON_INFER}, "teacher: teacher is configured but nothing uses it"),
+    ("W06", {"teachers": {"far": SERVED}}, "teachers: teachers is configured but nothing uses it"),
     ("W06", {"validation": {"data_args": DATA}}, "validation: validation is configured but nothing uses it"),
     ("W07", {"async_generation_ratio": 2, "async_training.staleness": {"policy": "drop", "max_versions": 1}}, "async_training.staleness.policy: policy drop will discard work by design: max_versions 1 is below the 2 versions admitted"),
     ("W08", {"async_training.staleness": {"max_versions": 3}}, "async_training.staleness: no effect with async_generation_ratio 0 and trigger_parameter_sync_step 1"),

@@ -21,7 +21,7 @@ from roll_async.config.options.correction_options import RejectionRule
 from roll_async.config.rules.every import check_rules
 from roll_async.config.rules.warn import find_warnings
 from roll_async.config.schema import PipelineConfig, RLVRConfig
-from roll_async.config.schema_worker import STRATEGY_ROLES
+from roll_async.config.schema_worker import STRATEGY_ROLES, TeacherServer
 from roll_async.inference.settings import EngineSettings
 from roll_async.launch.checks.gate import refusals
 from tests.unit.config.wires import OF_AGENTS, OF_STARTS, cut, settings_of, started_with, wires
@@ -74,7 +74,7 @@ validation:
   mode: replicas
   sets: {more: {data_args: {file_name: more.jsonl}, generating_args: {temperature: 0.7}}}
 """
-SEVERAL = (ENGINE, "rewards.", "prompt_pool.", "seed")
+SEVERAL = (ENGINE, "rewards.", "prompt_pool.", "seed", "pretrain")
 """Sections whose keys are tried on every base, and not up to the first on which they act."""
 BASES = (
     (),
@@ -103,6 +103,7 @@ BASES = (
     ("rewards={math_rule: {type: distilled, tag_included: [a]}}",),
     ("rewards.code_sandbox=null", "rewards={other: {type: supervised}}"),
     ("critic=null", "adv_estimator=grpo"),
+    ("teacher=null", "teachers={far: {address: http://a:1/v1, model: m}}"),
 )
 REFUSED_FOR_ITS_ROLE = {"C020"}
 """Rules that say a key has no effect there; that a value is out of range says nothing of the key."""
@@ -187,6 +188,8 @@ def specs() -> dict[str, FieldSpec]:
             elif here == "rewards":
                 for domain in ("math_rule", "code_sandbox"):
                     walk(spec.item.section, f"rewards.{domain}.", "")
+            elif here == "teachers":
+                walk(TeacherServer, "teachers.far.", "")
             elif here == "validation.sets":
                 walk(spec.item.section, "validation.sets.more.", "")
             else:

@@ -36,6 +36,7 @@ from roll_async.cluster.roles.training_role import TrainingRole
 from roll_async.commands import run as commands_run
 from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig
 from roll_async.config.schema_rollout import PromptPoolConfig
+from roll_async.inference.endpoint import EndpointOptions
 from roll_async.inference.settings import EngineSettings
 from roll_async.launch import agents, restarts, rollout, run_start
 from roll_async.launch import run as launch_run
@@ -58,7 +59,7 @@ from roll_async.weight_sync.protocol import SyncOptions
 
 BUILT = (
     EngineSettings, MegatronSettings, OptimizerSettings, LossSettings, LearnerOptions, QueueOptions, SchedulerOptions,
-    ScoringOptions, ManagerOptions, BudgetOptions, SyncOptions, RunPlan, DataOptions, TrainingRole,
+    ScoringOptions, ManagerOptions, BudgetOptions, SyncOptions, RunPlan, DataOptions, TrainingRole, EndpointOptions,
 )  # fmt: skip
 
 OF_AGENTS = (
@@ -69,7 +70,7 @@ OF_AGENTS = (
 
 OF_STARTS = (
     rollout.prompts_of, rollout.held_out_of, rollout._prompts_of_set, rollout.start_scorer, rollout._tools,
-    rollout._ledger, rollout.start_engines, rollout.StartedRollout.build,
+    rollout.start_teachers, rollout._ledger, rollout.start_engines, rollout.StartedRollout.build,
     router.create_scorer, RoleStarter._start_process, RoleStarter._start_training,
     ReplicaStarter.start, checkpoint.LoopCheckpoint.save, checkpoint.restore_loop, run_start._folder,
     run_start.checkpoints_of, restarts.can_restart, launch_run._sample_dump, commands_run._recorder,
@@ -94,6 +95,16 @@ def started_with(config: RLVRConfig) -> dict[str, object]:
 
         return given
 
+    class Named(str):
+        """A tokenizer, which is its folder."""
+
+        def encode(self, text: str, **_: object) -> list[str]:
+            return [str(self)]
+
+        def decode(self, ids: object) -> str:
+            return ""
+
+    teacher = SimpleNamespace(start=later("teacher"), echo=later("echo", ("", ())), close=later("close"))
     started = {"close": later("close"), "load_model": later("load_model")}
     process = SimpleNamespace(**started, hosts=frozenset({"here"}), processes=())
     saved = SimpleNamespace(
@@ -110,6 +121,7 @@ def started_with(config: RLVRConfig) -> dict[str, object]:
     async def start() -> None:
         async with AsyncExitStack() as stack:
             await rollout.start_scorer(config, stack)
+            await rollout.start_teachers(config, stack)
             roles = RoleStarter.__new__(RoleStarter)
             roles._config, roles._stack, roles._pool = config, stack, None  # type: ignore[assignment]
             names = [name for name, _ in config.roles()]
@@ -149,7 +161,7 @@ def started_with(config: RLVRConfig) -> dict[str, object]:
             "SqliteLedger": part("ledger"), "MemoryLedger": part("no ledger"),
             "move_to_previous": part("move_to_previous"),
             "TemplateRenderer": part("TemplateRenderer", SimpleNamespace(between=lambda *given: ())),
-            "told": lambda *given: given, "load_tokenizer": str,
+            "told": lambda *given: given, "load_tokenizer": Named, "ChatEndpoint": part("ChatEndpoint", teacher),
             "EndMarks": SimpleNamespace(of=lambda *given: SimpleNamespace(ids=(f"ends of {given}",), difference="")),
             "build_engines": part("build_engines", SimpleNamespace(start=later("engines"))),
             "build_rollout": part("build_rollout", SimpleNamespace(queue=None)),
@@ -283,6 +295,7 @@ def settings_of(config: PipelineConfig) -> dict[str, object]:
             config.prompt_pool, *_of_rollout(config),
             DataOptions.of(config, config.actor_train.data_args, checks={}, references=()),
             *(DataOptions.of(config, d, checks={}, references=()) for _, d in config.validation.data.values()),
+            *map(EndpointOptions.of, config.teacher_servers.values()),
         ]
     }  # fmt: skip
     for name, worker in config.roles():

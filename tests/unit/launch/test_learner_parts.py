@@ -23,10 +23,22 @@ def test_the_actor_without_its_adapters_is_the_reference_and_takes_its_turn_on_t
     config = load(CONFIG, [REFERENCE, f"actor_train.model_args.lora_rank={rank}"])
     actor, reference = Group(), Group()
     parts = learner_parts(config, {"actor_train": actor, "reference": reference, "critic": Group()})
-    assert parts.actor is actor and parts.critic is None and parts.teacher is None
+    assert parts.actor is actor and parts.critic is None and not parts.teachers
     if rank:
         assert isinstance(parts.reference, BasePolicy)
         assert parts.sharing == (frozenset({"actor_train", "reference"}),)
     else:
         assert parts.reference is reference
         assert set(parts.sharing) == {frozenset({"actor_train"}), frozenset({"reference"})}
+
+
+def test_teachers_with_folders_are_ranks_by_role_and_those_with_an_address_are_none():
+    teachers = (
+        "teachers={maths: {strategy_args: {strategy_name: megatron_infer}}, code: {address: http://a:1/v1, model: m}}"
+    )
+    config = load(CONFIG, [teachers, "algorithm.distill_coef=0.5"])
+    training = {name: Group() for name in ("actor_train", "teachers.maths", "critic")}
+    assert learner_parts(config, training).teachers == {"teachers.maths": training["teachers.maths"]}
+    config = load(CONFIG, ["teacher={strategy_args: {strategy_name: megatron_infer}}", "algorithm.distill_coef=0.5"])
+    training["teacher"] = training.pop("teachers.maths")
+    assert learner_parts(config, training).teachers == {"teacher": training["teacher"]}

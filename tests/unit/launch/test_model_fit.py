@@ -126,6 +126,25 @@ def test_rows_of_the_embedding_count_where_they_are_fewer_and_the_tokenizer_is_t
     assert "error C203: teacher.model_args.model_name_or_path: the tokenizer of" in problem
 
 
+def test_a_teacher_with_another_vocabulary_is_refused_with_a_token_that_differs(tmp_path):
+    policy, same, added, other = (model_in(tmp_path / name, added=n) for name, n in zip("psao", (2, 2, 4, 2)))
+    found = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = found["model"]["vocab"]
+    vocabulary["t7"], vocabulary["t8"] = 8, 7
+    (other / "tokenizer.json").write_text(json.dumps(found))
+
+    def said(model):
+        ranks = f"{{strategy_args: {{strategy_name: megatron_infer}}, model_args: {{model_name_or_path: {model}}}}}"
+        return refused(f"pretrain={policy}", "algorithm.distill_coef=0.1", f"teachers={{maths: {ranks}}}")
+
+    assert said(policy) == said(same) == said(added) == []
+    (problem,) = said(other)
+    assert "error C203: teachers.maths.model_args.model_name_or_path: token 't7' has another id here than in" in problem
+    assert problem.endswith("use a teacher with the policy's tokenizer")
+    (other / "tokenizer.json").unlink()
+    assert said(other) == [], "what has no tokenizer is taken to have the policy's"
+
+
 def test_a_model_of_no_known_family_is_refused_with_the_families(tmp_path):
     problem = only(f"pretrain={model_in(tmp_path / 'm', architectures=['GPT2LMHeadModel'], num_attention_heads=None)}")
     assert "C203: pretrain:" in problem and "GPT2LMHeadModel" in problem and "LlamaForCausalLM" in problem

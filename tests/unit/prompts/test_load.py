@@ -7,6 +7,7 @@ import pytest
 
 from roll_async.prompts.load import DataOptions, domain_of, judged, load_prompts
 from roll_async.prompts.rows import Columns, Row
+from roll_async.prompts.teachers import teacher_of
 from roll_async.prompts.tokenizer import TEMPLATES, ChatEncoder, load_tokenizer
 
 pytest.importorskip("transformers")
@@ -275,3 +276,36 @@ def test_what_a_user_can_fix_is_one_readable_line(folder, tmp_path):
 def test_worker_processes_change_nothing_but_the_time(folder, tmp_path):
     file = data(tmp_path, *[row(i, "x" * (i % 120 + 1)) for i in range(2000)])
     assert load_prompts(options(folder, file)) == load_prompts(options(folder, file, num_workers=2))
+
+
+@pytest.mark.parametrize(
+    ("domain", "column", "teachers", "chosen"),
+    [
+        ("math", {"teacher": "code"}, ("math", "code"), "code"),
+        ("math", {}, ("math", "code"), "math"),
+        ("chat", {}, ("big",), "big"),
+        ("chat", {"teacher": "big"}, ("big",), "big"),
+        ("chat", {"teacher": "whoever wrote the book"}, ("teacher",), "teacher"),
+    ],
+)
+def test_a_row_is_scored_by_the_teacher_of_its_column_else_of_its_domain_else_by_the_only_one(
+    domain, column, teachers, chosen
+):
+    assert teacher_of(domain, column, teachers) == chosen
+
+
+def test_a_row_that_chooses_no_teacher_is_skipped_with_its_file_and_line(folder, tmp_path, caplog):
+    rows = [
+        {**row(0), "teacher": "math"},
+        {**row(1), "teacher": "maths"},
+        row(2),
+        {**row(3, tag="s"), "ground_truth": "y"},
+    ]
+    file, teachers = data(tmp_path, *({**r, "tag": r["tag"] or "m"} for r in rows)), ("math", "code")
+    asked = options(
+        folder, file, teachers=teachers, domains={"chat": ("m",), "demos": ("s",)}, untaught=frozenset({"demos"})
+    )
+    assert [[p.row_id for p in prompts] for prompts in load_prompts(asked).values()] == [["0"], ["3"]]
+    first, second = (r.message for r in caplog.records if "skipped" in r.message)
+    assert f"{file}:2: teacher 'maths' is none of teachers (math, code); name one of them" in first
+    assert f"{file}:3: it has no column teacher, and no teacher is called as its domain chat; add the column" in second

@@ -76,7 +76,7 @@ class Trial:
         parts = LearnerParts(
             actor=self.actor,
             reference=None if reference is None else FakeScoring(self.log, "reference", reference),
-            teacher=None if teacher is None else FakeScoring(self.log, "teacher", teacher),
+            teachers={} if teacher is None else {"teacher": FakeScoring(self.log, "teacher", teacher)},
             critic=self.critic,
         )
         algorithm = {name: options.pop(name) for name in ALGORITHM & options.keys()}
@@ -84,6 +84,7 @@ class Trial:
         estimator = advantage_options_class(algorithm.get("adv_estimator", "grpo"))
         algorithm["adv_options"] = estimator(**algorithm.get("adv_options", {}))
         values = {"domains": ("math", "code"), "response_length": 8, "algorithm": AlgorithmConfig(**algorithm)}
+        values["teachers"] = () if teacher is None else ("teacher",)
         self.learner = Learner(parts, LearnerOptions(**{**values, **options}))
 
     def step(self, groups, step=1):
@@ -147,11 +148,11 @@ class OfASecond:
 
 def step_of_all_roles(build, sharing, options):
     """(report of a step on the virtual clock, tensors that the actor trained on, calls in the order of their ends)."""
-    trial = Trial(critic=True, adv_estimator="gae", kl_loss_coef=0.1, distill_coef=0.5, **options)
+    trial = Trial(critic=True, adv_estimator="gae", kl_loss_coef=0.1, teacher=0.7, distill_coef=0.5, **options)
     parts = LearnerParts(
         actor=OfASecond(trial.actor),
         reference=OfASecond(FakeScoring(trial.log, "reference", 0.4)),
-        teacher=OfASecond(FakeScoring(trial.log, "teacher", 0.7)),
+        teachers={"teacher": OfASecond(FakeScoring(trial.log, "teacher", 0.7))},
         critic=OfASecond(trial.critic),
         sharing=[frozenset(names.split()) for names in sharing],
     )
