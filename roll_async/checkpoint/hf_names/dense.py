@@ -9,10 +9,12 @@ from roll_async.checkpoint.hf_names.table import LayerRange, ParameterRow, Trans
 
 _L, _H = "decoder.layers.{i}", "model.layers.{i}"
 
+FINAL_NORM = ParameterRow(megatron="decoder.final_layernorm.weight", hf=("model.norm.weight",))
+
 EMBEDDING = (
     ParameterRow(megatron="embedding.word_embeddings.weight", hf=("model.embed_tokens.weight",), tp_dim=0),
     ParameterRow(megatron="output_layer.weight", hf=("lm_head.weight",), tp_dim=0, optional=True),
-    ParameterRow(megatron="decoder.final_layernorm.weight", hf=("model.norm.weight",)),
+    FINAL_NORM,
 )
 
 INPUT_NORM = (

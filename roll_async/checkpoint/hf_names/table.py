@@ -113,7 +113,9 @@ class Family:
     fields: Callable[[HfConfig], dict[str, object]] = lambda config: {}
     """Megatron TransformerConfig fields beyond those of every decoder. Raises ValueError for a model of the family that
     the rows do not describe."""
-    sandwich_norms: bool = False
+    input_norms: bool = True
+    """The inputs of attention and MLP are normalised."""
+    output_norms: bool = False
     """The outputs of attention and MLP are normalised before they join the residual."""
     projection_norms: bool = False
     """Queries, and keys, are normalised over all heads together."""
@@ -121,6 +123,8 @@ class Family:
     """As config.json names it."""
     scaled_embedding: bool = False
     """Embeddings are multiplied with the square root of their width."""
+    scaled_windows: bool = True
+    """The scaling of the rotation is that of windowed layers, too, where config.json does not say."""
     rotary_fraction: float = 1.0
     """Share of the head that is rotated where config.json does not say."""
     tiny: Mapping[str, Mapping[str, object]]

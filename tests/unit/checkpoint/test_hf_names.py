@@ -64,6 +64,8 @@ def test_no_name_is_used_twice(architecture):
         ("Qwen3Moe", "{L}.mlp.experts.linear_fc2.weight5", "{H}.mlp.experts.5.down_proj.weight"),
         ("Qwen3Moe", "{L}.mlp.experts.local_experts.5.linear_fc2.weight", "{H}.mlp.experts.5.down_proj.weight"),
         ("Mixtral", "{L}.mlp.router.weight", "{H}.block_sparse_moe.gate.weight"),
+        ("Olmo2", "{L}.post_self_attn_layernorm.weight", "{H}.post_attention_layernorm.weight"),
+        ("Nemotron", "{L}.mlp.linear_fc1.layer_norm_bias", "{H}.post_attention_layernorm.bias"),
         ("DeepseekV3", "{L}.mlp.router.expert_bias", "{H}.mlp.gate.e_score_correction_bias"),
         ("DeepseekV3", "{L}.self_attention.linear_kv_up_proj.layer_norm_weight", "{H}.self_attn.kv_a_layernorm.weight"),
     ],
@@ -92,6 +94,8 @@ def test_an_unknown_architecture_names_the_known_ones():
     [
         ("LlamaForCausalLM", {"attention_bias": True}, "attention_bias=True is not supported"),
         ("Gemma3ForCausalLM", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not supported"),
+        ("Olmo2ForCausalLM", {"attention_bias": True}, "attention_bias=True is not supported"),
+        ("NemotronForCausalLM", {"mlp_bias": True}, "mlp_bias=True is not supported"),
         ("OlmoeForCausalLM", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported"),
         ("MiniMaxM2ForCausalLM", {"rotary_dim": 12}, "rotary_dim=12 is not supported, only 16"),
         ("DeepseekV3ForCausalLM", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
@@ -134,6 +138,23 @@ def test_older_files_of_gemma_give_the_pattern_of_windows_and_the_base_of_their_
     config = HfConfig(synthetic.config_of("Gemma3ForCausalLM", **given), "config.json")
     assert family_of("Gemma3ForCausalLM").fields(config)["window_attn_skip_freq"] == [1, 1, 0]
     assert (Rotary.of(config).base, Rotary.local(config).base) == (1e6, 1e4)
+
+
+def test_windowed_layers_of_olmo_are_not_scaled_where_the_file_gives_the_scaling_alone():
+    scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
+    given = {"rope_parameters": None, "rope_scaling": scaling, "rope_theta": 5e5, "layer_types": None}
+    config = HfConfig(synthetic.config_of("Olmo3ForCausalLM", **given, num_hidden_layers=4), "config.json")
+    family = family_of("Olmo3ForCausalLM")
+    local = Rotary.local(config, scaled=family.scaled_windows)
+    assert local is not None and (local.kind, local.base, Rotary.of(config).kind) == ("default", 5e5, "yarn")
+    assert Rotary.local(config) is None, "of other families all layers rotate alike"
+    assert family.fields(config)["window_attn_skip_freq"] == [1, 1, 1, 0]
+
+
+def test_windowed_layers_whose_rotation_is_written_twice_rotate_as_the_others():
+    alike = {"rope_type": "default", "rope_theta": 5e5}
+    given = {"rope_parameters": {"full_attention": alike, "sliding_attention": alike}}
+    assert Rotary.local(HfConfig(synthetic.config_of("Olmo3ForCausalLM", **given), "config.json")) is None
 
 
 def test_layers_without_experts_are_told_apart():

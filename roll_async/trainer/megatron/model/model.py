@@ -160,7 +160,7 @@ class HfBackedModel:
         frequencies = rotary.frequencies(int(self.heads.head_size * rotary.fraction), context)
         layers = choose_layers(self._settings.transformer_impl, adapters=self._settings.lora_rank > 0)
         rotation = local_rotation = None
-        if (local := Rotary.local(config)) is not None:
+        if (local := Rotary.local(config, scaled=self._family.scaled_windows)) is not None:
             if layers.engine_attention:
                 raise ValueError(
                     f"{config.source}: windowed layers rotate otherwise than the rest, which Transformer Engine's "

@@ -21,7 +21,11 @@ from roll_async.trainer.megatron.settings import MegatronSettings, ParallelSizes
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-_ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
+_ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
+}
 
 _NO_FUSION = {
     "bias_dropout_fusion": False,  # without dropout and bias it is one addition as it is
@@ -48,7 +52,7 @@ def transformer_config(config: HfConfig, family: Family, settings: MegatronSetti
         "activation_func": _ACTIVATIONS[family.activation],
         "add_bias_linear": False,
         "normalization": "RMSNorm",
-        "layernorm_epsilon": config.number("rms_norm_eps"),
+        "layernorm_epsilon": config.number("rms_norm_eps", "norm_eps"),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "attention_softmax_in_fp32": True,
