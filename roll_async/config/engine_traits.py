@@ -95,6 +95,7 @@ ENGINE_TRAITS = {
         }),
         stages_over_nodes=False,
         max_adapter_rank=0,
+        unserved={"gpt_oss": "it takes the experts of a layer as one tensor, and a push has them one by one"},
     ),
     "hf_infer": EngineTraits(
         title="hf_infer",
@@ -106,7 +107,10 @@ ENGINE_TRAITS = {
         samples_all=False,
         receives_parts=False,
         sliding_windows=False,
-        unserved={"nemotron": "Transformers' layers of this family do not hand its cache to their attention"},
+        unserved={
+            "nemotron": "Transformers' layers of this family do not hand its cache to their attention",
+            "gpt_oss": "its attention knows no sinks",
+        },
     ),
 }  # fmt: skip
 """By strategy name."""

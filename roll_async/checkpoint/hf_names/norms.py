@@ -63,16 +63,8 @@ def _gemma_fields(config: HfConfig) -> dict[str, object]:
         "qk_layernorm": True,
         "layernorm_zero_centered_gamma": True,
         "softmax_scale": config.number("query_pre_attn_scalar", default=256) ** -0.5,
-        **_windows_but_every(config.integer("sliding_window_pattern", default=6), config),
+        **window_fields(config, but_every=config.integer("sliding_window_pattern", default=6)),
     }
-
-
-def _windows_but_every(layer: int, config: HfConfig) -> dict[str, object]:
-    """Windows in all layers but each so-many-th, for older files that give no list of layers."""
-    layers = range(config.integer("num_hidden_layers"))
-    kinds = ["sliding_attention" if (i + 1) % layer else "full_attention" for i in layers]
-    told = config.values if "layer_types" in config else {**config.values, "layer_types": kinds}
-    return window_fields(HfConfig(told, config.source))
 
 
 def _olmo_fields(config: HfConfig) -> dict[str, object]:
@@ -81,7 +73,7 @@ def _olmo_fields(config: HfConfig) -> dict[str, object]:
 
 
 def _olmo3_fields(config: HfConfig) -> dict[str, object]:
-    return {**_olmo_fields(config), **_windows_but_every(4, config)}
+    return {**_olmo_fields(config), **window_fields(config, but_every=4)}
 
 
 FAMILIES = (

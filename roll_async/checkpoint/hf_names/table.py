@@ -28,6 +28,14 @@ class Transform(Enum):
     # The HF side of both may be one tensor that has the parts one after another.
     QKV = "qkv"  # per key-value group: its query heads, its key head, its value head
     GATE_UP = "gate_up"  # gate over up; under tensor parallelism each rank holds its part of both
+    # The HF matrix is [in, out]; a bias is as it is.
+    TRANSPOSED = "transposed"
+    IN_TURN = "in_turn"  # and its columns are of gate and of up in turn
+
+    @property
+    def transposes(self) -> bool:
+        """Whether rows and columns change places."""
+        return self in (Transform.TRANSPOSED, Transform.IN_TURN)
 
 
 class LayerRange(Enum):

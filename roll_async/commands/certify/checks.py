@@ -176,7 +176,7 @@ def _unequal(one: HfFolder, other: HfFolder) -> list[str]:
 
 def checks_of_engine(family: Family, shape: str, engine: str, work: Path) -> Iterator[Check]:
     """A run of two steps that change the weights: after each push the engine scores rows as the trainer does. With the
-    routes of experts replayed, where there are any.
+    routes of experts replayed, where the engine records them.
     """
     # vLLM's CPU build has no attention for smaller heads.
     save_tiny(family, shape, work / "engine", hidden_size=32 * int(str(TINY["num_attention_heads"])))
@@ -189,7 +189,8 @@ def checks_of_engine(family: Family, shape: str, engine: str, work: Path) -> Ite
     write_rows(work / "train.jsonl", problems(64, seed=7))
     (work / "certificate_reward.py").write_text(REWARD)
     config = work / "certificate.yaml"
-    config.write_text(RUN.format(work=work, has_experts=str(has_experts(family)).lower()))
+    replays = has_experts(family) and ENGINE_TRAITS[engine].records_whole  # which is asked for on the CPU
+    config.write_text(RUN.format(work=work, replays=str(replays).lower()))
     command = [sys.executable, "-m", "roll_async", "run", "--config", str(config)]
     # As an override: the options of the demo's engine are not merged into those of another.
     command.append(f"actor_infer.strategy_args={{strategy_name: {engine}}}")

@@ -239,6 +239,10 @@ def _attention(model: HfConfig, family: Family, fields: Mapping[str, object], ra
     yield Matrix("linear_proj", hidden, queries)
     if fields.get("add_qkv_bias"):
         yield Matrix("bias", rows, 1)
+    if fields.get("add_bias_linear"):
+        yield Matrix("bias", hidden, 1)
+    if fields.get("softmax_type"):
+        yield Matrix("bias", layout.rows()[0] // layout.head_size // ranks, 1)
     if fields.get("qk_layernorm"):
         # Those of all heads together are whole on every tensor rank.
         yield Matrix("norms", 1, sum(layout.rows()[:2]) if family.projection_norms else 2 * layout.head_size)
@@ -248,8 +252,13 @@ def _experts(settings: MegatronSettings, fields: Mapping[str, object], hidden: i
     sizes, count = settings.parallel, _integer(fields, "num_moe_experts")
     ffn, own = _integer(fields, "moe_ffn_hidden_size") // sizes.expert_tensor, count // sizes.expert
     yield Matrix("router", count, hidden)
-    yield Matrix("linear_fc1", 2 * ffn, hidden, True, own)
-    yield Matrix("linear_fc2", hidden, ffn, True, own)
+    biased = bool(fields.get("add_bias_linear"))
+    # Those of gpt-oss, which have biases, take no adapters.
+    yield Matrix("experts" if biased else "linear_fc1", 2 * ffn, hidden, True, own)
+    yield Matrix("experts" if biased else "linear_fc2", hidden, ffn, True, own)
+    if biased:
+        yield Matrix("bias", count, 1)
+        yield Matrix("bias", 2 * ffn + hidden, 1, True, own)
     shared = _integer(fields, "moe_shared_expert_intermediate_size") // sizes.tensor
     if shared:
         yield Matrix("linear_fc1", 2 * shared, hidden)

@@ -64,6 +64,8 @@ def test_no_name_is_used_twice(architecture):
         ("Qwen3Moe", "{L}.mlp.experts.linear_fc2.weight5", "{H}.mlp.experts.5.down_proj.weight"),
         ("Qwen3Moe", "{L}.mlp.experts.local_experts.5.linear_fc2.weight", "{H}.mlp.experts.5.down_proj.weight"),
         ("Mixtral", "{L}.mlp.router.weight", "{H}.block_sparse_moe.gate.weight"),
+        ("GptOss", "{L}.mlp.experts.linear_fc1.bias5", "{H}.mlp.experts.5.gate_up_proj_bias"),
+        ("GptOss", "{L}.self_attention.core_attention.softmax_offset", "{H}.self_attn.sinks"),
         ("Olmo2", "{L}.post_self_attn_layernorm.weight", "{H}.post_attention_layernorm.weight"),
         ("Nemotron", "{L}.mlp.linear_fc1.layer_norm_bias", "{H}.post_attention_layernorm.bias"),
         ("DeepseekV3", "{L}.mlp.router.expert_bias", "{H}.mlp.gate.e_score_correction_bias"),
@@ -94,6 +96,7 @@ def test_an_unknown_architecture_names_the_known_ones():
     [
         ("LlamaForCausalLM", {"attention_bias": True}, "attention_bias=True is not supported"),
         ("Gemma3ForCausalLM", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not supported"),
+        ("GptOssForCausalLM", {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0 is not supported, only 1.702 is"),
         ("Olmo2ForCausalLM", {"attention_bias": True}, "attention_bias=True is not supported"),
         ("NemotronForCausalLM", {"mlp_bias": True}, "mlp_bias=True is not supported"),
         ("OlmoeForCausalLM", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported"),
@@ -183,6 +186,8 @@ def hf_parts(row):
         ParameterRow(megatron="m", hf=("qkv",), transform=Transform.QKV, tp_dim=0),
         ParameterRow(megatron="m", hf=("gate", "up"), transform=Transform.GATE_UP, tp_dim=0),
         ParameterRow(megatron="m", hf=("gate_up",), transform=Transform.GATE_UP, tp_dim=0),
+        ParameterRow(megatron="m", hf=("a",), transform=Transform.TRANSPOSED),
+        ParameterRow(megatron="m", hf=("gate_up",), transform=Transform.IN_TURN),
     ],
     ids=lambda row: f"{row.transform.value}-{len(row.hf)}-{row.tp_dim}",
 )
@@ -201,6 +206,13 @@ def test_a_rank_holds_its_part_of_gate_and_of_up():
     gate, up = torch.arange(4.0)[:, None], 10 + torch.arange(4.0)[:, None]
     mine = shard(row, to_megatron(row, [gate, up], HEADS), rank=1, size=2)
     assert mine[:, 0].tolist() == [2, 3, 12, 13]
+
+
+def test_columns_of_gate_and_of_up_in_turn_become_rows_of_gate_over_those_of_up():
+    row = ParameterRow(megatron="m", hf=("gate_up",), transform=Transform.IN_TURN)
+    matrix = torch.tensor([[1.0, 10, 2, 20], [3, 30, 4, 40]])
+    assert to_megatron(row, [matrix], HEADS).tolist() == [[1, 3], [2, 4], [10, 30], [20, 40]]
+    assert to_megatron(row, [matrix[0]], HEADS).tolist() == [1, 2, 10, 20], "a bias"
 
 
 def test_a_group_of_heads_keeps_its_queries_key_and_value_together():
