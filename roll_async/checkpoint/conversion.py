@@ -158,6 +158,7 @@ class MegatronAsHf:
             own = self._source.dtype(stored.key)
             kept = own if dtype is None or match.row.float32 else dtype
             shape = self._source.shape(stored.key)[len(stored.index) :]
+            shape = shape[::-1] if match.row.transform.transposes else shape
             rows = self._rows(match, shape)
             specs += [
                 TensorSpec(name=name, shape=(n, *shape[1:]), dtype=kept)
@@ -234,7 +235,7 @@ def hf_to_megatron(source: Path, target: Path, options: ConversionOptions) -> li
         options.progress(piece.num_bytes, total)
         if adapter is not None:
             parts = [adapter.merge(name, part) for name, part in zip(match.hf_names, parts, strict=True)]
-        elif match.row.transform is not Transform.QKV:
+        elif match.row.transform in (Transform.COPY, Transform.GATE_UP):
             return whole.to(piece.dtype)  # the concatenated parts are the Megatron tensor
         return to_megatron(match.row, parts, model.heads).to(piece.dtype)
 
@@ -330,12 +331,13 @@ def _piece(match: Match, folder: HfFolder, model: _Model, dtype: torch.dtype | N
     if match.row.transform is Transform.QKV and [spec.shape[0] for spec in specs] != wanted:
         raise ValueError(f"{folder.path}: {specs[0].name} and its neighbours do not have the heads of config.json")
     stored = key_to_write(match, model.shape)
+    # A fused Megatron tensor has the rows of all of its HF tensors.
+    shape = (sum(spec.shape[0] for spec in specs), *specs[0].shape[1:])
     return Piece(
         key=stored.key,
         index=stored.index,
         stack=stored.stack,
-        # A fused Megatron tensor has the rows of all of its HF tensors.
-        shape=(sum(spec.shape[0] for spec in specs), *specs[0].shape[1:]),
+        shape=shape[::-1] if match.row.transform.transposes else shape,
         dtype=own if dtype is None or match.row.float32 else dtype,
     )
 

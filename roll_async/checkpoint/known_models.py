@@ -56,6 +56,11 @@ def _glm_moe(layers: int, experts: int) -> dict[str, object]:
     }  # fmt: skip
 
 
+def _gpt_oss(layers: int, experts: int) -> dict[str, object]:
+    fields = {"head_dim": 64, "num_local_experts": experts, "num_experts_per_tok": 4, "sliding_window": 128}
+    return {**_dense("GptOssForCausalLM", (2880, layers, 64, 8, 2880), 201088, False, **fields), "attention_bias": True}
+
+
 _MODELS: Mapping[str, Mapping[str, object]] = {
     # hidden, layers, heads, key-value heads, ffn
     "Qwen2.5-0.5B": _qwen2(896, 24, 14, 2, 4864, vocabulary=151936, tied=True),
@@ -76,6 +81,9 @@ _MODELS: Mapping[str, Mapping[str, object]] = {
     "DeepSeek-V3": _latent(61, 128, 3, 256, 129280),
     "Kimi-K2": _latent(61, 64, 1, 384, 163840),
     "GLM-4.5-Air": _glm_moe(46, 128),
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
+    "OLMo-2-1124-7B": _dense("Olmo2ForCausalLM", (4096, 32, 32, 32, 11008), 100352, False),
     "Phi-4": _dense("Phi3ForCausalLM", (5120, 40, 40, 10, 17920), 100352, False),
     "Seed-OSS-36B": _dense("SeedOssForCausalLM", (5120, 64, 80, 8, 27648), 155136, False, head_dim=128),
     "SmolLM3-3B": _dense("SmolLM3ForCausalLM", (2048, 36, 16, 4, 11008), 128256, True),

@@ -50,11 +50,17 @@ class Rotary:
         )
 
     @classmethod
-    def local(cls, config: HfConfig) -> Rotary | None:
-        """Of windowed layers, where they rotate otherwise (Gemma 3); None where all rotate alike."""
+    def local(cls, config: HfConfig, *, scaled: bool = True) -> Rotary | None:
+        """Of windowed layers, where they rotate otherwise (Gemma 3, OLMo-3); None where all rotate alike. `scaled`: the
+        family's scaling is of all layers, where one is given for the whole model.
+        """
         section = config.section("rope_parameters")
-        if "sliding_attention" in section:
-            return cls.of(HfConfig({"rope_parameters": section.values["sliding_attention"]}, config.source))
+        windowed = section.values.get("sliding_attention")
+        if windowed is not None:
+            alike = windowed == section.values.get("full_attention")
+            return None if alike else cls.of(HfConfig({"rope_parameters": windowed}, config.source))
+        if not scaled and "rope_scaling" in config:
+            return cls.of(HfConfig({"rope_theta": config.number("rope_theta")}, config.source))
         if "rope_local_base_freq" in config:
             return cls.of(HfConfig({"rope_theta": config.number("rope_local_base_freq")}, config.source))
         return None

@@ -45,6 +45,9 @@ def to_megatron(row: ParameterRow, tensors: Sequence[Tensor], heads: HeadLayout)
         return torch.cat([t.reshape(groups, -1, *tail) for t in tensors], 1).reshape(-1, *tail)
     if row.transform is Transform.GATE_UP and len(tensors) == 2:
         return torch.cat(list(tensors))
+    if row.transform.transposes:
+        matrix = tensors[0].t()
+        return torch.cat((matrix[::2], matrix[1::2])) if row.transform is Transform.IN_TURN else matrix.contiguous()
     return tensors[0]
 
 
@@ -58,6 +61,9 @@ def to_hf(row: ParameterRow, tensor: Tensor, heads: HeadLayout) -> tuple[Tensor,
         return split if len(row.hf) == len(split) else (torch.cat(split),)
     if row.transform is Transform.GATE_UP and len(row.hf) == 2:
         return tuple(tensor.chunk(2))
+    if row.transform.transposes:
+        whole = torch.stack(tensor.chunk(2), 1).flatten(0, 1) if row.transform is Transform.IN_TURN else tensor
+        return (whole.t().contiguous(),)
     return (tensor,)
 
 

@@ -49,6 +49,8 @@ class EngineTraits:
     """It records experts of all stages, with or without a prefix cache, on CPU, too."""
     sliding_windows: bool = True
     """Rows may be longer than the window of a model."""
+    unserved: Mapping[str, str] = field(default_factory=dict)
+    """Families of `checkpoint/hf_names` that it cannot serve, and why."""
     cpu_head_sizes: tuple[int, ...] | None = None
     """Of heads that its attention on CPU knows; None = any."""
     block_multiples: Mapping[str, int] = field(default_factory=dict)
@@ -93,6 +95,7 @@ ENGINE_TRAITS = {
         }),
         stages_over_nodes=False,
         max_adapter_rank=0,
+        unserved={"gpt_oss": "it takes the experts of a layer as one tensor, and a push has them one by one"},
     ),
     "hf_infer": EngineTraits(
         title="hf_infer",
@@ -104,6 +107,10 @@ ENGINE_TRAITS = {
         samples_all=False,
         receives_parts=False,
         sliding_windows=False,
+        unserved={
+            "nemotron": "Transformers' layers of this family do not hand its cache to their attention",
+            "gpt_oss": "its attention knows no sinks",
+        },
     ),
 }  # fmt: skip
 """By strategy name."""

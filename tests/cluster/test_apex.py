@@ -33,9 +33,12 @@ torch.cuda.is_available = lambda: {cuda}
 from roll_async.trainer.megatron import cpu_shim
 cpu_shim.install(cuda={cuda})
 from megatron.core.optimizer import Adam
-from roll_async.trainer.megatron.model.layer_spec import TorchRMSNorm, fused_norm
+from roll_async.trainer.megatron.model.layer_spec import LocalNorm, fused_norm
 print(Adam.__module__.partition(".")[0], "norm of apex" if fused_norm() else "norm of torch")
-norm = TorchRMSNorm(SimpleNamespace(params_dtype=torch.float32, sequence_parallel=False), 4, eps=1e-3)
+config = SimpleNamespace(
+    params_dtype=torch.float32, sequence_parallel=False, normalization="RMSNorm", layernorm_zero_centered_gamma=False
+)
+norm = LocalNorm(config, 4, eps=1e-3)
 print(norm(torch.ones(2, 4)))
 """
 

@@ -115,6 +115,11 @@ def folder(tmp_path):
         ("qwen3", {"pipeline": 3}, "num_hidden_layers=4 cannot be shared evenly by 3"),
         ("qwen3", {"expert": 2}, "expert_model_parallel_size=2, but the model has no experts"),
         ("qwen3 moe", {"expert": 3}, "num_experts=4 cannot be shared evenly by 3"),
+        (
+            "gpt-oss",
+            {"tensor": 2, "expert_tensor": 2, "sequence_parallel": True},
+            "experts with biases cannot be split",
+        ),
         ("qwen3 moe", {"tensor": 2}, "needs sequence_parallel: true"),
     ],
 )

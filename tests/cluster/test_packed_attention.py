@@ -101,6 +101,34 @@ def test_one_call_over_all_rows_equals_rows_one_by_one_with_their_gradients(leng
         assert_near(found, wanted, EXACT, of=max(1.0, float(wanted.abs().max())))
 
 
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_a_sink_takes_its_share_of_every_softmax_with_exact_gradients(window, scale):
+    lengths, generator = [5, 5, 2, 9], torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(sum(lengths), n, 8, generator=generator, dtype=torch.float64) for n in (4, 2, 2))
+    sinks = torch.tensor([-1.0, 0.5, 2.0, -30.0], dtype=torch.float64)
+    rows = packed(lengths)
+
+    def ours(query, key, value, sinks):
+        return row_by_row(query, key, value, rows, scale, window, sinks)
+
+    def by_hand(query, key, value, sinks):
+        key, value = (x.repeat_interleave(2, 1) for x in (key, value))
+        out = []
+        for start, end in itertools.pairwise(rows.cu_seqlens_q.tolist()):
+            for at in range(start, end):
+                first = start if window is None else max(start, at - window + 1)
+                scores = torch.einsum("hd,khd->hk", query[at], key[first : at + 1]) * (scale or 8**-0.5)
+                weights = torch.softmax(torch.cat((scores, sinks[:, None]), 1), -1)[:, :-1]
+                out.append(torch.einsum("hk,khd->hd", weights, value[first : at + 1]))
+        return torch.stack(out)
+
+    inputs = [x.float() for x in (query, key, value, sinks)]
+    wanted = with_gradients(by_hand, [query, key, value, sinks])
+    for found, exact in zip(with_gradients(ours, inputs), wanted, strict=True):
+        assert_near(found, exact, EXACT, of=max(1.0, float(exact.abs().max())))
+
+
 def test_the_signature_that_is_called_is_that_of_the_installed_torch():
     import inspect
 

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from roll_async.checkpoint.folders.hf_config import HfConfig, read_json
-from roll_async.checkpoint.folders.safetensors_files import SafetensorsFile, SafetensorsWriter, TensorSpec, split_files
+from roll_async.checkpoint.folders.safetensors_files import (
+    SafetensorsFile,
+    SafetensorsWriter,
+    TensorSpec,
+    by_stack,
+    split_files,
+    stack_name,
+)
 from roll_async.checkpoint.folders.torch_files import TorchFile
 from roll_async.checkpoint.hf_names.value_head import as_critic
 
@@ -46,7 +53,7 @@ class HfFolder:
             file = _opened(path)
             specs |= {spec.name: (spec, path) for spec in file.specs()}
             file.close()
-        absent = self._promised() - specs.keys()
+        absent = self._promised() - {stack_name(name) for name in specs}
         if absent:
             raise ValueError(f"{self.path / self._index} names {sorted(absent)[0]}, which no file has")
         return specs
@@ -154,7 +161,7 @@ def write_known_tensors(
     """Write shards and index of tensors that come in the order of `specs`. Peak memory: one tensor. `on_file` is called
     with each shard when it is complete, but not yet synced to disk.
     """
-    shards = list(split_files(specs, shard_bytes))
+    shards = list(split_files(specs, shard_bytes, lambda one, other: stack_name(one.name) == stack_name(other.name)))
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
@@ -162,7 +169,7 @@ def write_known_tensors(
             for _ in shard:
                 writer.add(*next(tensors))
         on_file(folder / name)
-        weight_map |= {spec.name: name for spec in shard}
+        weight_map |= {stack_name(spec.name): name for spec in shard}
     if len(shards) > 1:
         _write_index(folder, weight_map, sum(spec.num_bytes for spec in specs))
 
@@ -177,29 +184,35 @@ def write_hf_folder(
     shard_bytes: int = 4 << 30,
 ) -> None:
     """Stream tensors whose names and shapes are not known beforehand into a folder with the configuration (of a critic:
-    with its head) and tokenizer of `like`. Peak memory: one shard. `dtype` is a torch name.
+    with its head) and tokenizer of `like`. Peak memory: one shard, or the experts of a layer where they are one tensor.
+    `dtype` is a torch name.
     """
     folder = Path(target)
     folder.mkdir(parents=True, exist_ok=True)
     shards: list[tuple[Path, list[str]]] = []
     pending: dict[str, Tensor] = {}
     pending_bytes = total_bytes = 0
+    before = ""
 
     def flush() -> None:
         nonlocal pending, pending_bytes
         # The final name holds the number of shards, which is known at the end.
         path = folder / f"part-{len(shards):05d}.safetensors"
-        specs = [TensorSpec(name=name, shape=tuple(t.shape), dtype=t.dtype) for name, t in pending.items()]
+        sorted_names = by_stack(pending)
+        specs = [TensorSpec(name=n, shape=tuple(pending[n].shape), dtype=pending[n].dtype) for n in sorted_names]
         with SafetensorsWriter(path, specs) as writer:
-            for name, tensor in pending.items():
-                writer.add(name, tensor)
-        shards.append((path, list(pending)))
+            for name in sorted_names:
+                writer.add(name, pending[name])
+        shards.append((path, [stack_name(name) for name in sorted_names]))
         pending, pending_bytes = {}, 0
 
     for name, tensor in tensors:
         size = tensor.numel() * tensor.element_size()
-        if pending and pending_bytes + size > shard_bytes:
+        # The stacks of a layer come mixed, expert by expert, with nothing else between them.
+        layer = name.partition(".experts.")[0] if stack_name(name) != name else ""
+        if pending and pending_bytes + size > shard_bytes and not (layer and layer == before):
             flush()
+        before = layer
         pending[name] = tensor.detach().cpu().contiguous().clone()
         pending_bytes += size
         total_bytes += size

@@ -3,6 +3,9 @@
 A file is an 8-byte little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then the data.
 Unlike `safetensors.torch.save_file`, the writer knows names, shapes and dtypes beforehand and writes each tensor as
 it comes, so that a shard costs the memory of its largest tensor.
+
+gpt-oss has all experts of a layer in one tensor, a stack, `mlp.experts.down_proj` [E, ...]. Here each is a tensor of
+its own, `mlp.experts.3.down_proj`: in a file they lie one after another.
 """
 
 from __future__ import annotations
@@ -10,9 +13,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, TypeVar
@@ -46,6 +51,24 @@ class TensorSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+def stack_name(name: str) -> str:
+    """Of the tensor in the file that a part of a stack is in; any other name is its own."""
+    return re.sub(r"(?<=\.experts\.)\d+\.(?=[^.]+$)", "", name)
+
+
+def by_stack(names: Iterable[str]) -> list[str]:
+    """Sorted, the parts of each stack one after another in the order of the experts."""
+    return sorted(names, key=lambda name: (stack_name(name), len(name), name))
+
+
+def parts_of(spec: TensorSpec) -> list[TensorSpec]:
+    """Of a stack, in order; of any other tensor, itself."""
+    layer, experts, kind = spec.name.rpartition(".experts.")
+    if not experts or "." in kind:
+        return [spec]
+    return [replace(spec, name=f"{layer}.experts.{e}.{kind}", shape=spec.shape[1:]) for e in range(spec.shape[0])]
+
+
 class SafetensorsFile:
     """One file to read from. Raises ValueError that names it when it is truncated or something else."""
 
@@ -56,7 +79,10 @@ class SafetensorsFile:
         header, start = self._header()
         for name, entry in header.items():
             if name != "__metadata__":
-                self._specs[name] = self._entry(name, entry, start)
+                spec, offset = self._entry(name, entry, start)
+                for part in parts_of(spec):
+                    self._specs[part.name] = part, offset
+                    offset += part.num_bytes
 
     def _header(self) -> tuple[dict, int]:
         size = os.fstat(self._file.fileno()).st_size
@@ -112,9 +138,13 @@ class SafetensorsWriter:
         # transformers refuses a file that does not name its format.
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         offset = 0
-        for spec in specs:
-            end = offset + spec.num_bytes
-            header[spec.name] = {"dtype": _NAMES[spec.dtype], "shape": spec.shape, "data_offsets": [offset, end]}
+        for name, run in groupby(specs, key=lambda spec: stack_name(spec.name)):
+            parts = list(run)
+            stack = replace(parts[0], name=name, shape=(len(parts), *parts[0].shape))
+            whole = parts[0] if name == parts[0].name else stack
+            assert parts_of(whole) == parts, f"{name} has holes, or parts of several forms"
+            end = offset + sum(part.num_bytes for part in parts)
+            header[name] = {"dtype": _NAMES[parts[0].dtype], "shape": whole.shape, "data_offsets": [offset, end]}
             offset = end
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # data starts aligned
@@ -152,12 +182,16 @@ class Sized(Protocol):
 SizedItem = TypeVar("SizedItem", bound=Sized)
 
 
-def split_files(items: Sequence[SizedItem], file_bytes: int) -> Iterator[list[SizedItem]]:
-    """Split into runs of consecutive items, as many as fit `file_bytes`, at least one."""
+def split_files(
+    items: Sequence[SizedItem],
+    file_bytes: int,
+    together: Callable[[SizedItem, SizedItem], bool] = lambda one, next_one: False,
+) -> Iterator[list[SizedItem]]:
+    """Split into runs of consecutive items, as many as fit `file_bytes`, at least one and what is `together`."""
     group: list[SizedItem] = []
     size = 0
     for item in items:
-        if group and size + item.num_bytes > file_bytes:
+        if group and size + item.num_bytes > file_bytes and not together(group[-1], item):
             yield group
             group, size = [], 0
         group.append(item)

@@ -69,7 +69,7 @@ def _key(match: Match, name: str, shape: ModelShape, *, stacked: bool) -> Stored
     if match.expert is not None:
         # local_experts.3.linear_fc1.weight and linear_fc1.weight3 alike: the expert is an axis.
         name = re.sub(r"\.experts\.(local_experts\.\d+\.)?", ".experts.experts.", name)
-        name = re.sub(r"(?<=weight)\d+$", "", name)
+        name = re.sub(r"(weight|bias)\d+$", r"\1", name)
     index, stack = (match.layer,), (shape.num_layers,)
     if stacked:
         name = name.replace(f"layers.{match.layer}.", "layers.", 1)

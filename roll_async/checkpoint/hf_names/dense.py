@@ -9,10 +9,12 @@ from roll_async.checkpoint.hf_names.table import LayerRange, ParameterRow, Trans
 
 _L, _H = "decoder.layers.{i}", "model.layers.{i}"
 
+FINAL_NORM = ParameterRow(megatron="decoder.final_layernorm.weight", hf=("model.norm.weight",))
+
 EMBEDDING = (
     ParameterRow(megatron="embedding.word_embeddings.weight", hf=("model.embed_tokens.weight",), tp_dim=0),
     ParameterRow(megatron="output_layer.weight", hf=("lm_head.weight",), tp_dim=0, optional=True),
-    ParameterRow(megatron="decoder.final_layernorm.weight", hf=("model.norm.weight",)),
+    FINAL_NORM,
 )
 
 INPUT_NORM = (
@@ -103,8 +105,9 @@ OLD_BUFFERS = ("model.layers.{i}.self_attn.rotary_emb.inv_freq",)
 """Files of old transformers releases hold these; they follow from the config."""
 
 
-def window_fields(config: HfConfig) -> dict[str, object]:
-    """Sliding-window attention, in all layers or in those that config.json says.
+def window_fields(config: HfConfig, *, but_every: int = 0) -> dict[str, object]:
+    """Sliding-window attention, in all layers or in those that config.json says. `but_every`: without a list of layers
+    (of older files) each so-many-th has none.
 
     A window of w positions lets a token attend to itself and the w - 1 before it.
     """
@@ -114,7 +117,9 @@ def window_fields(config: HfConfig) -> dict[str, object]:
     if not config.flag("use_sliding_window", default=True):
         return {}
     kinds, first = config.values.get("layer_types"), config.integer("max_window_layers", default=0)
-    windowed = [i >= first for i in range(config.integer("num_hidden_layers"))]
+    windowed = [
+        i >= first if not but_every else (i + 1) % but_every != 0 for i in range(config.integer("num_hidden_layers"))
+    ]
     if isinstance(kinds, list):
         windowed = [kind == "sliding_attention" for kind in kinds]
     if not any(windowed):

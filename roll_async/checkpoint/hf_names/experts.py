@@ -1,5 +1,6 @@
 """Further mixtures of experts. OLMoE and MiniMax-M2 normalise queries, and keys, of all heads together; dots.llm1 has
-Qwen3's attention and DeepSeek-V3's experts.
+Qwen3's attention and DeepSeek-V3's experts; gpt-oss has attention sinks, biases everywhere, and files in which one
+tensor is all experts of a layer, transposed.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from roll_async.checkpoint.hf_names.dense import (
     DENSE_MLP_NORM,
     EMBEDDING,
     MLP,
+    OUTPUT_PROJECTION,
     QK_NORM,
+    QKV_BIAS,
     window_fields,
 )
 from roll_async.checkpoint.hf_names.moe import (
@@ -27,9 +30,53 @@ from roll_async.checkpoint.hf_names.moe import (
     routing_fields,
     shared_experts,
 )
-from roll_async.checkpoint.hf_names.table import Family
+from roll_async.checkpoint.hf_names.table import YARN, Family, ParameterRow, Transform
 
 _CORRECTION_BIAS = replace(CORRECTION_BIAS, hf=("model.layers.{i}.block_sparse_moe.e_score_correction_bias",))
+
+
+def _biased(row: ParameterRow, bias: str) -> tuple[ParameterRow, ParameterRow]:
+    """A weight, and the bias that no rank splits. `bias`: its HF name."""
+    names = {"megatron": row.megatron, "te": row.te}
+    named = {key: name and name.replace("weight", "bias") for key, name in names.items()}
+    return row, replace(row, **named, hf=(bias,), tp_dim=None)
+
+
+def _stacked_experts() -> tuple[ParameterRow, ...]:
+    """gpt-oss's: HfFolder reads the tensors of a layer as one for each expert."""
+    place = "model.layers.{i}.mlp.experts.{e}"
+    up, down = (replace(row, tp_dim=None) for row in experts("mlp.experts"))
+    up = replace(up, hf=(f"{place}.gate_up_proj",), transform=Transform.IN_TURN)
+    down = replace(down, hf=(f"{place}.down_proj",), transform=Transform.TRANSPOSED)
+    return *_biased(up, f"{place}.gate_up_proj_bias"), *_biased(down, f"{place}.down_proj_bias")
+
+
+_SINKS = ParameterRow(
+    megatron="decoder.layers.{i}.self_attention.core_attention.softmax_offset",
+    hf=("model.layers.{i}.self_attn.sinks",),
+    tp_dim=0,
+)
+
+
+def _gpt_oss_fields(config: HfConfig) -> dict[str, object]:
+    config.require(attention_bias=True, swiglu_alpha=1.702)
+    return {
+        **routing_fields(
+            config,
+            num_experts=config.integer("num_local_experts", "num_experts"),
+            expert_size=config.integer("intermediate_size"),
+            normalised=True,
+        ),
+        **window_fields(config, but_every=2),
+        "softmax_type": "learnable",
+        "add_bias_linear": True,
+        "add_qkv_bias": True,
+        # config.json says silu: clamp(gate) * sigmoid(1.702 clamp(gate)) * (clamp(up) + 1).
+        "activation_func": "quick_gelu",
+        "bias_activation_fusion": False,
+        "activation_func_clamp_value": config.number("swiglu_limit", default=7.0),
+        "glu_linear_offset": 1.0,
+    }
 
 
 def _dots_fields(config: HfConfig) -> dict[str, object]:
@@ -99,5 +146,21 @@ FAMILIES = (
         ),
         fields=_dots_fields,
         tiny={"dots": {**TINY_GROUPED, "head_dim": 32, "first_k_dense_replace": 1, "max_window_layers": 4}},
+    ),
+    Family(
+        name="gpt_oss",
+        architectures=("GptOssForCausalLM",),
+        rows=(
+            *EMBEDDING, *MOE_NORMS, ATTENTION[0], *QKV_BIAS,
+            *_biased(OUTPUT_PROJECTION[0], "model.layers.{i}.self_attn.o_proj.bias"), _SINKS,
+            *_biased(router("mlp.router")[0], "model.layers.{i}.mlp.router.bias"), *_stacked_experts(),
+        ),
+        fields=_gpt_oss_fields,
+        tiny={
+            "gpt-oss": {
+                "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32, "sliding_window": 12,
+                "rope_parameters": {**YARN, "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},
+            },
+        },
     ),
 )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from roll_async.checkpoint.hf_names import deepseek, experts, gemma, glm, llama, mistral, phi3, qwen, qwen_moe
+from roll_async.checkpoint.hf_names import deepseek, experts, glm, llama, mistral, norms, phi3, qwen, qwen_moe
 from roll_async.checkpoint.hf_names.table import Family
 
 FAMILIES: tuple[Family, ...] = (
@@ -13,7 +13,7 @@ FAMILIES: tuple[Family, ...] = (
     *deepseek.FAMILIES,
     *glm.FAMILIES,
     *phi3.FAMILIES,
-    *gemma.FAMILIES,
+    *norms.FAMILIES,
     *experts.FAMILIES,
 )
 

@@ -28,6 +28,14 @@ class Transform(Enum):
     # The HF side of both may be one tensor that has the parts one after another.
     QKV = "qkv"  # per key-value group: its query heads, its key head, its value head
     GATE_UP = "gate_up"  # gate over up; under tensor parallelism each rank holds its part of both
+    # The HF matrix is [in, out]; a bias is as it is.
+    TRANSPOSED = "transposed"
+    IN_TURN = "in_turn"  # and its columns are of gate and of up in turn
+
+    @property
+    def transposes(self) -> bool:
+        """Whether rows and columns change places."""
+        return self in (Transform.TRANSPOSED, Transform.IN_TURN)
 
 
 class LayerRange(Enum):
@@ -113,7 +121,9 @@ class Family:
     fields: Callable[[HfConfig], dict[str, object]] = lambda config: {}
     """Megatron TransformerConfig fields beyond those of every decoder. Raises ValueError for a model of the family that
     the rows do not describe."""
-    sandwich_norms: bool = False
+    input_norms: bool = True
+    """The inputs of attention and MLP are normalised."""
+    output_norms: bool = False
     """The outputs of attention and MLP are normalised before they join the residual."""
     projection_norms: bool = False
     """Queries, and keys, are normalised over all heads together."""
@@ -121,6 +131,8 @@ class Family:
     """As config.json names it."""
     scaled_embedding: bool = False
     """Embeddings are multiplied with the square root of their width."""
+    scaled_windows: bool = True
+    """The scaling of the rotation is that of windowed layers, too, where config.json does not say."""
     rotary_fraction: float = 1.0
     """Share of the head that is rotated where config.json does not say."""
     tiny: Mapping[str, Mapping[str, object]]

@@ -33,7 +33,7 @@ _ENGINES = ("auto", "hf_infer", "vllm", "sglang", "none")
     type=click.Choice(_ENGINES),
     default="auto",
     show_default=True,
-    help="What pushes are checked with; auto: hf_infer, and vllm for sliding windows.",
+    help="What pushes are checked with; auto: hf_infer, and vllm for what that cannot serve.",
 )
 @click.option("--pages", type=click.Path(path_type=Path), metavar="DIR", help="Also write a page for each family here.")
 def command(models: Sequence[str], everything: bool, engine: str, pages: Path | None) -> int:

@@ -32,6 +32,7 @@ from roll_async.commands.certify.rounding import FLOAT32, SURE, Bounds, apart
 from roll_async.commands.certify.template import REWARD, RUN
 from roll_async.commands.demo.addition import problems
 from roll_async.commands.demo.assets import make_tokenizer, write_rows
+from roll_async.config.engine_traits import ENGINE_TRAITS
 from roll_async.config.schema_algorithm import AlgorithmConfig
 from roll_async.trainer.megatron.settings import MegatronSettings, OptimizerSettings, ParallelSizes
 from roll_async.weight_sync.canary import BANDS
@@ -175,18 +176,21 @@ def _unequal(one: HfFolder, other: HfFolder) -> list[str]:
 
 def checks_of_engine(family: Family, shape: str, engine: str, work: Path) -> Iterator[Check]:
     """A run of two steps that change the weights: after each push the engine scores rows as the trainer does. With the
-    routes of experts replayed, where there are any.
+    routes of experts replayed, where the engine records them.
     """
     # vLLM's CPU build has no attention for smaller heads.
     save_tiny(family, shape, work / "engine", hidden_size=32 * int(str(TINY["num_attention_heads"])))
     if engine == "auto":
         fields = family.fields(HfFolder(str(work / "engine")).config)
-        engine = "vllm" if "window_size" in fields else "hf_infer"
+        traits = ENGINE_TRAITS["hf_infer"]
+        serves = traits.sliding_windows or "window_size" not in fields
+        engine = "hf_infer" if serves and family.name not in traits.unserved else "vllm"
     make_tokenizer(work / "engine")
     write_rows(work / "train.jsonl", problems(64, seed=7))
     (work / "certificate_reward.py").write_text(REWARD)
     config = work / "certificate.yaml"
-    config.write_text(RUN.format(work=work, has_experts=str(has_experts(family)).lower()))
+    replays = has_experts(family) and ENGINE_TRAITS[engine].records_whole  # which is asked for on the CPU
+    config.write_text(RUN.format(work=work, replays=str(replays).lower()))
     command = [sys.executable, "-m", "roll_async", "run", "--config", str(config)]
     # As an override: the options of the demo's engine are not merged into those of another.
     command.append(f"actor_infer.strategy_args={{strategy_name: {engine}}}")

@@ -26,7 +26,7 @@ rewards:
 actor_train:
   data_args: {{file_name: {work}/train.jsonl}}
   training_args: {{per_device_train_batch_size: 32, gradient_accumulation_steps: 1, learning_rate: 3.0e-3}}
-  router_replay: {has_experts}
+  router_replay: {replays}
 weight_sync:
   on_mismatch: stop
 """

@@ -5,7 +5,7 @@ the first one showed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -65,9 +65,24 @@ class Reload:
                     raise
             elif self._recorder is not None:
                 with self._recorder:
-                    self._model.load_weights(self._recorder.watched(tensors))  # type: ignore[operator]
+                    self._model.load_weights(self._but_sinks(self._recorder.watched(tensors)))  # type: ignore[operator]
             else:
-                self._model.load_weights(tensors)  # type: ignore[operator]
+                self._model.load_weights(self._but_sinks(tensors))  # type: ignore[operator]
+
+    def _but_sinks(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Those that vLLM loads. It copies attention sinks (gpt-oss) past the loader of their parameter, which during a
+        reload is all that writes into the served one.
+        """
+        from vllm.distributed import get_tensor_model_parallel_rank
+
+        own = dict(self._model.named_parameters())
+        for name, tensor in tensors:
+            if not name.endswith(".self_attn.sinks"):
+                yield name, tensor
+            # Another stage of a pipeline has the others.
+            elif (sinks := own.get(name.replace(".self_attn.", ".attn."))) is not None:
+                part = tensor.split(sinks.numel())[get_tensor_model_parallel_rank()]
+                sinks.weight_loader(sinks, part)  # type: ignore[attr-defined]
 
     def close(self) -> list[str]:
         """Names of layers that lack tensors, and are arbitrary now; none = the model is what was loaded."""

@@ -118,7 +118,12 @@ def _limits(config: RunConfig, key: str, model: str, found: HfConfig) -> Iterato
     if engine.model_args.model_name_or_path != model:
         return
     n, traits = config.actor_infer.engine.context_tokens, config.actor_infer.engine.traits
-    kept = traits.kept_positions
+    family, kept = family_of(language_model(found.architecture())), traits.kept_positions
+    if (why := traits.unserved.get(family.name)) is not None:
+        yield (
+            key,
+            f"{traits.title} cannot serve {found.architecture()} ({found.source}): {why}; use strategy_name: vllm",
+        )
     if n is not None and n + kept > positions >= longest:  # where `longest` does not fit either, that was said
         own = f" and {kept} of {traits.title}'s own" if kept else ""
         most = positions - kept
@@ -127,7 +132,7 @@ def _limits(config: RunConfig, key: str, model: str, found: HfConfig) -> Iterato
         yield key, f"{n} tokens{own}, but {remedy}; {fits}"
     if engine.device_mapping is None:
         refuse_attention_on_cpu(found, traits)
-    window = family_of(language_model(found.architecture())).fields(found).get("window_size")
+    window = family.fields(found).get("window_size")
     if not traits.sliding_windows and isinstance(window, tuple) and window[0] + 1 < longest:
         why = f"{traits.title} loses tokens outside of a sliding window; the model's is {window[0] + 1} positions"
         yield key, f"{why} ({found.source}), rows have {longest}; use strategy_name: vllm"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from roll_async.checkpoint.folders.hf_config import HfConfig
 from roll_async.checkpoint.hf_names.families import family_of
+from roll_async.checkpoint.hf_names.table import Family
 from roll_async.checkpoint.hf_names.value_head import language_model
 from roll_async.checkpoint.lora_targets import target_layers
 from roll_async.checkpoint.transforms import HeadLayout
@@ -187,26 +188,34 @@ def matrices_of(model: HfConfig, settings: MegatronSettings, *, stage: int, laye
     last = stage == sizes.pipeline - 1
     if stage == 0:
         yield Matrix("embedding", vocabulary, hidden)
+    # LayerNorm has a bias beside its weight.
+    of_norm = 2 if fields.get("normalization") == "LayerNorm" else 1
     if last:
-        yield Matrix("final_layernorm", 1, hidden)
+        yield Matrix("final_layernorm", of_norm, hidden)
         if settings.with_value_head:
             yield Matrix("output_layer", 1, hidden)
         # A tied head on another stage than the embedding is a copy of its own.
         elif not tied or sizes.pipeline > 1:
             yield Matrix("output_layer", vocabulary, hidden)
-    norms = 4 if family_of(language_model(model.architecture())).sandwich_norms else 2
+    family = family_of(language_model(model.architecture()))
+    norms = 2 * (family.input_norms + family.output_norms)
     for layer in layers:
-        yield Matrix("norms", norms, hidden)
-        yield from _attention(model, fields, sizes.tensor)
+        yield Matrix("norms", of_norm * norms, hidden)
+        yield from _attention(model, family, fields, sizes.tensor)
         if _is_sparse(fields, layer):
             yield from _experts(settings, fields, hidden)
         else:
             ffn = model.integer("intermediate_size") // sizes.tensor
-            yield Matrix("linear_fc1", 2 * ffn, hidden)
+            yield Matrix("linear_fc1", ffn * _inputs_of_mlp(fields), hidden)
             yield Matrix("linear_fc2", hidden, ffn)
 
 
-def _attention(model: HfConfig, fields: Mapping[str, object], ranks: int) -> Iterator[Matrix]:
+def _inputs_of_mlp(fields: Mapping[str, object]) -> int:
+    """Projections that a dense MLP begins with: gate and up, or up alone."""
+    return 2 if fields.get("gated_linear_unit", True) else 1
+
+
+def _attention(model: HfConfig, family: Family, fields: Mapping[str, object], ranks: int) -> Iterator[Matrix]:
     hidden = model.integer("hidden_size")
     if fields.get("multi_latent_attention"):
         heads, rope = model.integer("num_attention_heads") // ranks, _integer(fields, "qk_pos_emb_head_dim")
@@ -230,16 +239,26 @@ def _attention(model: HfConfig, fields: Mapping[str, object], ranks: int) -> Ite
     yield Matrix("linear_proj", hidden, queries)
     if fields.get("add_qkv_bias"):
         yield Matrix("bias", rows, 1)
+    if fields.get("add_bias_linear"):
+        yield Matrix("bias", hidden, 1)
+    if fields.get("softmax_type"):
+        yield Matrix("bias", layout.rows()[0] // layout.head_size // ranks, 1)
     if fields.get("qk_layernorm"):
-        yield Matrix("norms", 2, layout.head_size)
+        # Those of all heads together are whole on every tensor rank.
+        yield Matrix("norms", 1, sum(layout.rows()[:2]) if family.projection_norms else 2 * layout.head_size)
 
 
 def _experts(settings: MegatronSettings, fields: Mapping[str, object], hidden: int) -> Iterator[Matrix]:
     sizes, count = settings.parallel, _integer(fields, "num_moe_experts")
     ffn, own = _integer(fields, "moe_ffn_hidden_size") // sizes.expert_tensor, count // sizes.expert
     yield Matrix("router", count, hidden)
-    yield Matrix("linear_fc1", 2 * ffn, hidden, True, own)
-    yield Matrix("linear_fc2", hidden, ffn, True, own)
+    biased = bool(fields.get("add_bias_linear"))
+    # Those of gpt-oss, which have biases, take no adapters.
+    yield Matrix("experts" if biased else "linear_fc1", 2 * ffn, hidden, True, own)
+    yield Matrix("experts" if biased else "linear_fc2", hidden, ffn, True, own)
+    if biased:
+        yield Matrix("bias", count, 1)
+        yield Matrix("bias", 2 * ffn + hidden, 1, True, own)
     shared = _integer(fields, "moe_shared_expert_intermediate_size") // sizes.tensor
     if shared:
         yield Matrix("linear_fc1", 2 * shared, hidden)
@@ -311,5 +330,5 @@ def _layer_activation(model: HfConfig, settings: MegatronSettings, layer: int) -
         ffn, dispatched = model.integer("intermediate_size") // sizes.tensor, 0
     # Inputs and outputs of two norms; queries, keys before and after rotation, values, output; gate and up, from which
     # the backward pass of a fused SwiGLU makes all else, and their product.
-    kept = 4 * wide + 3 * queries + 2 * keys + values + 3 * ffn + dispatched
+    kept = 4 * wide + 3 * queries + 2 * keys + values + (1 + _inputs_of_mlp(fields)) * ffn + dispatched
     return kept * _DTYPE_BYTES[settings.dtype]

@@ -40,6 +40,7 @@ def shape_of_tensor(name, config):
         "k_proj": (c["num_key_value_heads"] * size, hidden), "v_proj": (c["num_key_value_heads"] * size, hidden),
         "gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner),
         "w1": (inner, hidden), "w3": (inner, hidden), "w2": (hidden, inner), "gate_up_proj": (2 * inner, hidden),
+        "sinks": (heads,), "router": (experts, hidden),
         "gate": (experts, hidden), "e_score_correction_bias": (experts,), "shared_expert_gate": (1, hidden),
         "q_norm": (size,), "k_norm": (size,), "q_a_layernorm": (c.get("q_lora_rank"),),
         "q_a_proj": (c.get("q_lora_rank"), hidden), "q_b_proj": (heads * latent, c.get("q_lora_rank")),
@@ -47,6 +48,10 @@ def shape_of_tensor(name, config):
         "kv_a_proj_with_mqa": (c.get("kv_lora_rank", 0) + c.get("qk_rope_head_dim", 0), hidden),
         "kv_b_proj": (heads * (c.get("qk_nope_head_dim", 0) + c.get("v_head_dim", 0)), c.get("kv_lora_rank")),
     }  # fmt: skip
+    # gpt-oss: a matrix of one expert has no `weight`, and is [in, out].
+    stacked = {"gate_up_proj": (hidden, 2 * inner), "down_proj": (inner, hidden), "gate_up_proj_bias": (2 * inner,)}
+    if ".experts." in name and not name.endswith(".weight"):
+        return stacked.get(module, (hidden,))
     shape = shapes.get(module, (hidden,))
     return shape[:1] if name.endswith(".bias") else shape
 

@@ -20,6 +20,7 @@ from roll_async.checkpoint.folders.find_model import find_model
 from roll_async.checkpoint.folders.hf_folder import HfFolder, write_hf_folder
 from roll_async.checkpoint.folders.manifest import write_manifest
 from roll_async.checkpoint.folders.megatron_folder import MegatronFolder, Piece, write_megatron_folder
+from roll_async.checkpoint.folders.safetensors_files import stack_name
 from roll_async.checkpoint.folders.stored_keys import key_to_write, keys_to_read
 from roll_async.checkpoint.hf_names.families import family_of
 from roll_async.checkpoint.hf_names.table import ModelShape, shape_of
@@ -77,8 +78,10 @@ def test_a_file_without_one_of_its_tensors_is_refused_and_nothing_is_written(mak
     kinds = {re.sub(r"\d+", "0", name) for name in tensors}
     for name in rng.sample(sorted(tensors), min(len(tensors), 2 * len(kinds))):
         (source / "model.safetensors").unlink()
-        synthetic.write_file(source / "model.safetensors", {k: v for k, v in tensors.items() if k != name})
-        with pytest.raises(ValueError, match=re.escape(name)):
+        kept = {k: v for k, v in tensors.items() if stack_name(k) != stack_name(name)}
+        synthetic.write_file(source / "model.safetensors", kept)
+        missing = next(k for k in tensors if k not in kept)  # of experts in one tensor, the first
+        with pytest.raises(ValueError, match=re.escape(missing)):
             hf_to_megatron(source, tmp_path / "megatron", PLAIN)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "whole"], name
 
@@ -239,6 +242,25 @@ def test_tensors_without_use_are_left_out_and_named(make, tmp_path):
     assert sorted(hf_to_megatron(source, tmp_path / "megatron", PLAIN)) == sorted(more)
     megatron_to_hf(tmp_path / "megatron", tmp_path / "back", PLAIN)
     assert_equal(tensors_in(tmp_path / "back"), tensors)
+
+
+def test_experts_that_come_one_by_one_are_one_tensor_in_the_file_whatever_its_size(make, tmp_path):
+    """In the order of ranks: expert by expert, and those of expert parallel ranks in turn."""
+    source, tensors = make("GptOssForCausalLM")
+    experts = sorted((n for n in tensors if ".experts." in n), key=lambda n: (n.split(".experts.")[0], n[-4:], n[::-1]))
+    others = [name for name in tensors if ".experts." not in name]
+    write_hf_folder(
+        str(tmp_path / "export"), ((n, tensors[n]) for n in others + experts), like=str(source), dtype="bfloat16",
+        shard_bytes=1000,
+    )  # fmt: skip
+    assert_equal(tensors_in(tmp_path / "export"), tensors)
+    weight_map = json.loads((tmp_path / "export" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert len(set(weight_map.values())) > 3, "a layer's experts are a file"
+    name = "model.layers.2.mlp.experts.down_proj"
+    safetensors = pytest.importorskip("safetensors.torch")
+    stack = safetensors.load_file(tmp_path / "export" / weight_map[name])[name]
+    assert stack.shape == (4, 20, 16)
+    assert torch.equal(stack[3], tensors["model.layers.2.mlp.experts.3.down_proj"])
 
 
 def test_the_output_layer_of_a_tied_model_is_its_embedding(make, tmp_path):

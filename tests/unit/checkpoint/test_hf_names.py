@@ -64,6 +64,10 @@ def test_no_name_is_used_twice(architecture):
         ("Qwen3Moe", "{L}.mlp.experts.linear_fc2.weight5", "{H}.mlp.experts.5.down_proj.weight"),
         ("Qwen3Moe", "{L}.mlp.experts.local_experts.5.linear_fc2.weight", "{H}.mlp.experts.5.down_proj.weight"),
         ("Mixtral", "{L}.mlp.router.weight", "{H}.block_sparse_moe.gate.weight"),
+        ("GptOss", "{L}.mlp.experts.linear_fc1.bias5", "{H}.mlp.experts.5.gate_up_proj_bias"),
+        ("GptOss", "{L}.self_attention.core_attention.softmax_offset", "{H}.self_attn.sinks"),
+        ("Olmo2", "{L}.post_self_attn_layernorm.weight", "{H}.post_attention_layernorm.weight"),
+        ("Nemotron", "{L}.mlp.linear_fc1.layer_norm_bias", "{H}.post_attention_layernorm.bias"),
         ("DeepseekV3", "{L}.mlp.router.expert_bias", "{H}.mlp.gate.e_score_correction_bias"),
         ("DeepseekV3", "{L}.self_attention.linear_kv_up_proj.layer_norm_weight", "{H}.self_attn.kv_a_layernorm.weight"),
     ],
@@ -92,6 +96,9 @@ def test_an_unknown_architecture_names_the_known_ones():
     [
         ("LlamaForCausalLM", {"attention_bias": True}, "attention_bias=True is not supported"),
         ("Gemma3ForCausalLM", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not supported"),
+        ("GptOssForCausalLM", {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0 is not supported, only 1.702 is"),
+        ("Olmo2ForCausalLM", {"attention_bias": True}, "attention_bias=True is not supported"),
+        ("NemotronForCausalLM", {"mlp_bias": True}, "mlp_bias=True is not supported"),
         ("OlmoeForCausalLM", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported"),
         ("MiniMaxM2ForCausalLM", {"rotary_dim": 12}, "rotary_dim=12 is not supported, only 16"),
         ("DeepseekV3ForCausalLM", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
@@ -136,6 +143,23 @@ def test_older_files_of_gemma_give_the_pattern_of_windows_and_the_base_of_their_
     assert (Rotary.of(config).base, Rotary.local(config).base) == (1e6, 1e4)
 
 
+def test_windowed_layers_of_olmo_are_not_scaled_where_the_file_gives_the_scaling_alone():
+    scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
+    given = {"rope_parameters": None, "rope_scaling": scaling, "rope_theta": 5e5, "layer_types": None}
+    config = HfConfig(synthetic.config_of("Olmo3ForCausalLM", **given, num_hidden_layers=4), "config.json")
+    family = family_of("Olmo3ForCausalLM")
+    local = Rotary.local(config, scaled=family.scaled_windows)
+    assert local is not None and (local.kind, local.base, Rotary.of(config).kind) == ("default", 5e5, "yarn")
+    assert Rotary.local(config) is None, "of other families all layers rotate alike"
+    assert family.fields(config)["window_attn_skip_freq"] == [1, 1, 1, 0]
+
+
+def test_windowed_layers_whose_rotation_is_written_twice_rotate_as_the_others():
+    alike = {"rope_type": "default", "rope_theta": 5e5}
+    given = {"rope_parameters": {"full_attention": alike, "sliding_attention": alike}}
+    assert Rotary.local(HfConfig(synthetic.config_of("Olmo3ForCausalLM", **given), "config.json")) is None
+
+
 def test_layers_without_experts_are_told_apart():
     config = HfConfig(synthetic.config_of("Qwen2MoeForCausalLM", num_hidden_layers=4, decoder_sparse_step=2), "c")
     assert shape_of(4, family_of("Qwen2MoeForCausalLM").fields(config)).moe_layers == (False, False, False, True)
@@ -162,6 +186,8 @@ def hf_parts(row):
         ParameterRow(megatron="m", hf=("qkv",), transform=Transform.QKV, tp_dim=0),
         ParameterRow(megatron="m", hf=("gate", "up"), transform=Transform.GATE_UP, tp_dim=0),
         ParameterRow(megatron="m", hf=("gate_up",), transform=Transform.GATE_UP, tp_dim=0),
+        ParameterRow(megatron="m", hf=("a",), transform=Transform.TRANSPOSED),
+        ParameterRow(megatron="m", hf=("gate_up",), transform=Transform.IN_TURN),
     ],
     ids=lambda row: f"{row.transform.value}-{len(row.hf)}-{row.tp_dim}",
 )
@@ -180,6 +206,13 @@ def test_a_rank_holds_its_part_of_gate_and_of_up():
     gate, up = torch.arange(4.0)[:, None], 10 + torch.arange(4.0)[:, None]
     mine = shard(row, to_megatron(row, [gate, up], HEADS), rank=1, size=2)
     assert mine[:, 0].tolist() == [2, 3, 12, 13]
+
+
+def test_columns_of_gate_and_of_up_in_turn_become_rows_of_gate_over_those_of_up():
+    row = ParameterRow(megatron="m", hf=("gate_up",), transform=Transform.IN_TURN)
+    matrix = torch.tensor([[1.0, 10, 2, 20], [3, 30, 4, 40]])
+    assert to_megatron(row, [matrix], HEADS).tolist() == [[1, 3], [2, 4], [10, 30], [20, 40]]
+    assert to_megatron(row, [matrix[0]], HEADS).tolist() == [1, 2, 10, 20], "a bias"
 
 
 def test_a_group_of_heads_keeps_its_queries_key_and_value_together():

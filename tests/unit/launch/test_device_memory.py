@@ -19,6 +19,7 @@ CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 PUBLISHED = {  # billions of parameters, from the models' own pages
     "Qwen/Qwen2.5-0.5B-Instruct": 0.49, "Qwen/Qwen2.5-7B": 7.61, "Qwen/Qwen2.5-32B": 32.5, "Qwen/Qwen2.5-72B": 72.7,
     "Qwen/Qwen3-0.6B": 0.6, "Qwen/Qwen3-8B": 8.2, "Qwen/Qwen3-30B-A3B": 30.5, "Qwen/Qwen3-235B-A22B": 235.0,
+    "openai/gpt-oss-20b": 20.9, "openai/gpt-oss-120b": 116.8, "allenai/OLMo-2-1124-7B-Instruct": 7.3,
     "meta-llama/Llama-3.1-8B-Instruct": 8.03, "meta-llama/Llama-3.1-70B": 70.6,
 }  # fmt: skip
 

@@ -187,6 +187,15 @@ def test_queries_that_are_not_compressed_are_refused_where_megatron_would_normal
         assert refused(f"pretrain={compressed}", engine) == []
 
 
+def test_a_family_that_an_engine_cannot_serve_is_refused_with_the_reason(tmp_path):
+    nemotron = {"architectures": ["NemotronForCausalLM"], "hidden_act": "relu2", "norm_eps": 1e-5}
+    model, engine = f"pretrain={model_in(tmp_path / 'm', **nemotron)}", "actor_infer.strategy_args="
+    problem = only(model, f"{engine}{{strategy_name: hf_infer}}")
+    assert "error C203: pretrain: hf_infer cannot serve NemotronForCausalLM (" in problem
+    assert "do not hand its cache to their attention; use strategy_name: vllm" in problem
+    assert refused(model, f"{engine}{{strategy_name: vllm}}") == []
+
+
 def test_the_tables_are_those_of_the_installed_vllm():
     """Read from its source: importing it takes seconds."""
     spec = find_spec("vllm")

@@ -17,18 +17,22 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from roll_async.trainer.megatron.compiled import compiled
-from roll_async.trainer.megatron.ranks import context_group
+from roll_async.trainer.megatron.ranks import context_group, tensor_group
 
 logger = logging.getLogger(__name__)
 
 LONGEST_SHARED_ROW = 16384
 """Positions of a row under context parallelism without Transformer Engine: a mask of S * S / ranks is formed."""
+
+_SINK_CHANNELS = 8
+"""Added to a head for the score of a sink: one, and zeros up to what kernels want a head to be a multiple of."""
 
 LARGEST_FLASH_HEAD = 256
 """Head size that FlashAttention's backward pass takes; a multiple of 8."""
@@ -70,16 +74,22 @@ positions that a query sees, itself among them.
 
 
 def row_by_row(
-    query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scale: float | None, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: PackedRows,
+    scale: float | None,
+    window: int | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """By SDPA, which knows no bounds: neighbours of one length in one call."""
+    """By SDPA, which knows no bounds: neighbours of one length in one call. `sinks`: see `_attend`."""
     parts = []
     counts = [(length, len(list(same))) for length, same in groupby(rows.lengths)]
     # The gradient of a slice is as long as the whole, once for each length; that of a split is one concatenation.
     pieces = (x.split([length * count for length, count in counts]) for x in (query, key, value))
     for (length, _), *piece in zip(counts, *pieces, strict=True):
         heads = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in piece)
-        out = _attend(*heads, mask=_window_mask(length, window, query.device), scale=scale)
+        out = _attend(*heads, mask=_window_mask(length, window, query.device), scale=scale, sinks=sinks)
         parts.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(parts)
 
@@ -239,6 +249,12 @@ class SdpaAttention(MegatronModule):
             rotation = local_rotation
         self._scale, self._rotation = softmax_scale, rotation if turns else None
         self._context_group = context_group()
+        self.softmax_offset: torch.nn.Parameter | None = None
+        """[H] of this rank, float: attention sinks (gpt-oss), as Transformer Engine calls them."""
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // tensor_group().size()
+            self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
     def forward(
         self,
@@ -264,13 +280,16 @@ class SdpaAttention(MegatronModule):
                 _GatherSequence.apply(value, self._context_group),
             )
         # SDPA takes [B,H,S,D].
-        out = _attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), mask=mask, scale=self._scale)
+        heads = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        out = _attend(*heads, mask=mask, scale=self._scale, sinks=self.softmax_offset)
         return out.permute(2, 0, 1, 3).reshape(positions, query.shape[1], -1)
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, rows: PackedRows) -> Tensor:
         """Sequences one after another along the first axis, each attending to itself only."""
         if self._context_group.size() > 1:
             return self._packed_shared(query, key, value, rows.lengths)
+        if self.softmax_offset is not None:  # a key that windows do not hide, which kernels that know bounds lack
+            return row_by_row(query, key, value, rows, self._scale, self._window, self.softmax_offset)
         attend = choose_packed_attention(query.dtype, query.shape[-1], query.device)
         missing = query.shape[-1] - value.shape[-1]
         if attend is row_by_row or not missing:
@@ -288,10 +307,24 @@ class SdpaAttention(MegatronModule):
             # Gathered rank after rank: the keys of one sequence lie in as many places as there are ranks.
             seen = torch.cat([torch.arange(r * held + start, r * held + end) for r in range(ranks)]).to(key.device)
             heads = (x.transpose(0, 1)[None] for x in (query[start:end], key[seen], value[seen]))
-            out = _attend(*heads, mask=self._zigzag_mask(length).to(query.device), scale=self._scale)
+            mask = self._zigzag_mask(length).to(query.device)
+            out = _attend(*heads, mask=mask, scale=self._scale, sinks=self.softmax_offset)
             parts.append(out[0].transpose(0, 1))
             start = end
         return torch.cat(parts)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, object]:
+        """The sinks, which tensor ranks share by heads."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=tensor_group(),
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
 
     def _zigzag_mask(self, positions: int) -> Tensor:
         """[S, S * ranks] bool."""
@@ -325,10 +358,32 @@ def _visible(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
     return visible if window is None else visible & (distance < window)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, scale: float | None) -> Tensor:
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None,
+    scale: float | None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """[B,H,S,D]. `mask` [S,K] bool; None: causal. `sinks` [H]: the score of one key more, whose value is 0."""
     grouped, dtype = query.shape[1] != key.shape[1], query.dtype
     if not query.is_cuda:  # the backward pass of torch's CPU kernel takes nine times as long in bfloat16
         query, key, value = query.float(), key.float(), value.float()
+    if sinks is not None:
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        if mask is None:
+            mask = _visible(*(torch.arange(x.shape[2], device=x.device) for x in (query, key)), window=None)
+        # Such a key, first of all and seen by every query: 1 where the others are 0, in a channel where queries have
+        # the score. So gradients of everything are SDPA's.
+        mask = F.pad(mask, (1, 0), value=True)
+        score = (sinks.to(query.dtype) / scale).view(1, -1, 1, 1).expand(*query.shape[:3], 1)
+        query = torch.cat((query, F.pad(score, (0, _SINK_CHANNELS - 1))), -1)
+        sink = torch.zeros_like(query[:, : key.shape[1], :1])
+        sink[..., key.shape[-1]] = 1
+        key = torch.cat((sink, F.pad(key, (0, _SINK_CHANNELS))), 2)
+        value = F.pad(value, (0, 0, 1, 0))
     # SDPA refuses a mask beside is_causal.
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped

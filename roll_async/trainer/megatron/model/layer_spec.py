@@ -1,4 +1,4 @@
-"""Layers without Transformer Engine: RMSNorm that works under sequence parallelism, attention of attention.py."""
+"""Layers without Transformer Engine: norms that work under sequence parallelism, attention of attention.py."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import logging
 from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import cache, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
+from megatron.core.extensions.transformer_engine import HAVE_TE, TEColumnParallelLinear, TEDotProductAttention
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.transformer import ModuleSpec, TransformerConfig, multi_latent_attention
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -46,28 +47,36 @@ def fused_norm() -> FusedNorm | None:
     return fused_rms_norm_affine
 
 
-class TorchRMSNorm(torch.nn.RMSNorm):
-    """Megatron's own wrapper refuses sequence parallelism; its gradient only needs the all-reduce this attribute asks
-    for.
+class LocalNorm(torch.nn.Module):
+    """RMSNorm, or LayerNorm with a bias where Megatron's config says so. Megatron's own wrapper refuses sequence
+    parallelism; its gradient only needs the all-reduce that the attribute asks for.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self._fused, self._epsilon = fused_norm(), eps
-        # The stored weight is that much less than the factor (Gemma).
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        biased = config.normalization == "LayerNorm"
+        self.bias = torch.nn.Parameter(torch.zeros_like(self.weight)) if biased else None
+        for part in self.parameters():
+            part.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self._fused, self._epsilon = None if biased else fused_norm(), eps
+        # The stored weight is that much less than the factor (Gemma, Nemotron).
         self._offset = float(config.layernorm_zero_centered_gamma)
 
     def forward(self, x: Tensor) -> Tensor:
+        shape = self.weight.shape
+        if self.bias is not None:
+            # The factor is rounded to the model's dtype, as Transformers and vLLM have it.
+            return torch.nn.functional.layer_norm(x, shape, self.weight + self._offset, self.bias, self._epsilon)
         if self._offset:
             weight = self.weight.float() + self._offset
-            return torch.nn.functional.rms_norm(x.float(), self.normalized_shape, weight, self._epsilon).to(x.dtype)
+            return torch.nn.functional.rms_norm(x.float(), shape, weight, self._epsilon).to(x.dtype)
         if self._fused is None:
-            return super().forward(x)
-        return self._fused(x, self.weight, self.normalized_shape, self._epsilon)
+            return torch.nn.functional.rms_norm(x, shape, self.weight, self._epsilon)
+        return self._fused(x, self.weight, shape, self._epsilon)
 
 
-class LatentRMSNorm(TorchRMSNorm):
+class LatentRMSNorm(LocalNorm):
     """The norms inside latent attention: transformers fixes their epsilon, whatever rms_norm_eps says."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, **_: object) -> None:
@@ -116,8 +125,8 @@ class _SumOfRanks(torch.autograd.Function):
         return grad, None
 
 
-class SandwichLayer(TransformerLayer):
-    """Normalises the outputs of attention and MLP before they join the residual (GLM-4)."""
+class NormedOutputLayer(TransformerLayer):
+    """Normalises the outputs of attention and MLP before they join the residual (GLM-4, OLMo-2)."""
 
     def __init__(
         self,
@@ -181,7 +190,7 @@ def block_spec(
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=whole, normalization="RMSNorm", vp_stage=stage)
     if not whole:
         # Megatron's choice for the final norm refuses sequence parallelism. Its annotation means a class.
-        block.layer_norm = TorchRMSNorm  # pyright: ignore[reportAttributeAccessIssue]
+        block.layer_norm = LocalNorm  # pyright: ignore[reportAttributeAccessIssue]
     assert block.layer_specs is not None
     # Layers of one kind share a spec: each is changed once.
     for layer in {id(spec): spec for spec in block.layer_specs}.values():
@@ -192,16 +201,22 @@ def block_spec(
                 else ModuleSpec(module=SdpaAttention, params={"rotation": rotation, "local_rotation": local_rotation})
             )
             _make_local(layer, config, core)
+        parts = layer.submodules
+        assert isinstance(parts, TransformerLayerSubmodules)
+        assert isinstance(parts.self_attention, ModuleSpec)
+        attention = parts.self_attention.submodules
         if family.projection_norms:
-            assert isinstance(layer.submodules, TransformerLayerSubmodules)
-            assert isinstance(layer.submodules.self_attention, ModuleSpec)
-            attention = layer.submodules.self_attention.submodules
             assert isinstance(attention, SelfAttentionSubmodules)
             queries, keys = {"num_heads": config.num_attention_heads}, {"num_heads": config.num_query_groups}
             attention.q_layernorm = ModuleSpec(module=ProjectionRMSNorm, params=queries)
             attention.k_layernorm = ModuleSpec(module=ProjectionRMSNorm, params=keys)
-        if family.sandwich_norms:
-            layer.module, layer.params = SandwichLayer, {**layer.params, "norm": block.layer_norm}
+        if not family.input_norms:
+            assert isinstance(attention, SelfAttentionSubmodules)
+            parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
+            if whole:  # there a norm is part of the layer behind it
+                attention.linear_qkv = _parts_of_mlp(parts.mlp).linear_fc1 = TEColumnParallelLinear
+        if family.output_norms:
+            layer.module, layer.params = NormedOutputLayer, {**layer.params, "norm": block.layer_norm}
     return block
 
 
@@ -212,7 +227,7 @@ def _make_local(layer: ModuleSpec, config: TransformerConfig, core_attention: Mo
     parts = layer.submodules
     assert isinstance(parts, TransformerLayerSubmodules)
     assert isinstance(parts.self_attention, ModuleSpec)
-    parts.input_layernorm = parts.pre_mlp_layernorm = TorchRMSNorm
+    parts.input_layernorm = parts.pre_mlp_layernorm = LocalNorm
     attention = parts.self_attention.submodules
     assert isinstance(attention, SelfAttentionSubmodules | MLASelfAttentionSubmodules)
     attention.core_attention = core_attention
@@ -233,8 +248,8 @@ def _make_local(layer: ModuleSpec, config: TransformerConfig, core_attention: Mo
     else:
         stored["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
         if config.qk_layernorm:
-            attention.q_layernorm = attention.k_layernorm = TorchRMSNorm
-    if config.num_moe_experts is not None and _is_moe(parts.mlp):
+            attention.q_layernorm = attention.k_layernorm = LocalNorm
+    if not isinstance(_parts_of_mlp(parts.mlp), MLPSubmodules):
         # Transformer Engine's product, for the routers. Without that package, 0.16.1 asks for it and never names it.
         moe_utils.te_general_gemm = None  # pyright: ignore[reportAttributeAccessIssue]
     else:
@@ -242,12 +257,12 @@ def _make_local(layer: ModuleSpec, config: TransformerConfig, core_attention: Mo
     parts.sharded_state_dict_keys_map = stored
 
 
-def _is_moe(mlp: object) -> bool:
-    """Whether a layer's MLP is one of experts: a spec of it, or, from megatron-core 0.17 on, what builds it."""
+def _parts_of_mlp(mlp: object) -> Any:
+    """`MLPSubmodules`, or those of experts, of a layer's MLP: a spec, or, from megatron-core 0.17 on, what builds it."""
     if isinstance(mlp, ModuleSpec):
-        return mlp.module is MoELayer
+        return mlp.submodules
     assert isinstance(mlp, partial)
-    return getattr(mlp.func, "__self__", None) is MoELayer or mlp.func is MoELayer
+    return mlp.keywords["submodules"]
 
 
 @cache

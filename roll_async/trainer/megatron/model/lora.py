@@ -184,7 +184,7 @@ def add_adapters(module: torch.nn.Module, settings: LoraSettings, name_of: dict[
             if not isinstance(layer, ColumnParallelLinear | RowParallelLinear):
                 continue
             layer.adapter = Adapter(layer, settings, name_of[f"{name}.weight"])
-            layer.gated = name.endswith("linear_fc1")  # type: ignore[assignment]
+            layer.gated = name.endswith("linear_fc1") and layer.config.gated_linear_unit  # type: ignore[assignment]
             # A class of the layer's own, which is all that Python asks for; the checker wants the very same one.
             layer.__class__ = type(f"Adapted{type(layer).__name__}", (_Adapted, type(layer)), {})  # pyright: ignore[reportAttributeAccessIssue]
             found.add(name.rpartition(".")[2])

@@ -124,6 +124,8 @@ class HfBackedModel:
         found: set[str] = set()
         for chunk in self.chunks:
             names = {name: self._global_name(chunk, name) for name, _ in chunk.named_parameters()}
+            # PEFT's halves of a tensor that holds all experts have another form.
+            names = {name: whole for name, whole in names.items() if not self._match(whole).row.transform.transposes}
             found |= add_adapters(chunk, lora, names)
         everywhere = _union(found)
         missing = (target_layers(lora.targets) or set()) - everywhere
@@ -160,7 +162,7 @@ class HfBackedModel:
         frequencies = rotary.frequencies(int(self.heads.head_size * rotary.fraction), context)
         layers = choose_layers(self._settings.transformer_impl, adapters=self._settings.lora_rank > 0)
         rotation = local_rotation = None
-        if (local := Rotary.local(config)) is not None:
+        if (local := Rotary.local(config, scaled=self._family.scaled_windows)) is not None:
             if layers.engine_attention:
                 raise ValueError(
                     f"{config.source}: windowed layers rotate otherwise than the rest, which Transformer Engine's "
@@ -196,6 +198,7 @@ class HfBackedModel:
             module.rotary_pos_emb.inv_freq = frequencies
         _mark_shards(module)
         _mark_experts(module)
+        _copy_before_biases(module)
         if self.config.recompute_granularity == "full" and module.pre_process:
             module.embedding.register_forward_hook(_carry_gradients)
         if self._family.scaled_embedding and module.pre_process:
@@ -257,7 +260,9 @@ class HfBackedModel:
         rest = found[2]
         if self._settings.parallel.expert > 1:
             rest = re.sub(
-                r"(?<=local_experts\.)\d+|(?<=\.weight)\d+$", lambda e: str(self._global_expert(int(e[0]))), rest
+                r"(?<=local_experts\.)\d+|(?<=\.weight)\d+$|(?<=\.bias)\d+$",
+                lambda e: str(self._global_expert(int(e[0]))),
+                rest,
             )
         return f"decoder.layers.{layer.layer_number - 1}.{rest}"
 
@@ -434,6 +439,19 @@ def _mark_experts(module: torch.nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if ".experts." in name:
             parameter.allreduce = False  # type: ignore[attr-defined]
+            # Those of a bias would be summed over tensor ranks once more, and counted in the gradient norm of the first
+            # of them alone, where the others may hold other experts.
+            parameter.sequence_parallel = False  # type: ignore[attr-defined]
+            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+
+
+def _copy_before_biases(module: torch.nn.Module) -> None:
+    """Megatron adds an expert's bias in place to what its second layer gives, which on one rank is a view that autograd
+    lets nobody change.
+    """
+    for name, layer in module.named_modules():
+        if ".experts." in name and isinstance(layer, RowParallelLinear) and layer.bias is not None:
+            layer.register_forward_hook(lambda _, given, output: (output[0].clone(), output[1]))
 
 
 def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -21,7 +21,12 @@ from roll_async.trainer.megatron.settings import MegatronSettings, ParallelSizes
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-_ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
+_ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+}
 
 _NO_FUSION = {
     "bias_dropout_fusion": False,  # without dropout and bias it is one addition as it is
@@ -45,10 +50,10 @@ def transformer_config(config: HfConfig, family: Family, settings: MegatronSetti
         "kv_channels": heads.head_size,
         "ffn_hidden_size": config.integer("intermediate_size"),
         "gated_linear_unit": True,
-        "activation_func": _ACTIVATIONS[family.activation],
+        "activation_func": family.activation,
         "add_bias_linear": False,
         "normalization": "RMSNorm",
-        "layernorm_epsilon": config.number("rms_norm_eps"),
+        "layernorm_epsilon": config.number("rms_norm_eps", "norm_eps"),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "attention_softmax_in_fp32": True,
@@ -74,6 +79,7 @@ def transformer_config(config: HfConfig, family: Family, settings: MegatronSetti
         # Last: what the user hands on replaces anything above.
         **settings.extra,
     }
+    fields["activation_func"] = _ACTIVATIONS[str(fields["activation_func"])]
     _demand_divisible(config, fields, parallel)
     kind = MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
     result = kind(**fields)  # type: ignore[arg-type]
@@ -125,6 +131,11 @@ def _demand_divisible(config: HfConfig, fields: dict[str, object], parallel: Par
         raise ValueError(
             f"{config.source}: a model with experts and tensor_model_parallel_size={parallel.tensor} needs "
             "sequence_parallel: true"
+        )
+    if fields.get("num_moe_experts") and fields["add_bias_linear"] and parallel.expert_tensor > 1:
+        raise ValueError(
+            f"{config.source}: experts with biases cannot be split; expert_tensor_parallel_size="
+            f"{parallel.expert_tensor} must be 1"
         )
     if parallel.expert > 1 and not fields.get("num_moe_experts"):
         raise ValueError(f"{config.source}: expert_model_parallel_size={parallel.expert}, but the model has no experts")
