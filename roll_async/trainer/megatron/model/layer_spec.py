@@ -257,8 +257,8 @@ def _make_local(layer: ModuleSpec, config: TransformerConfig, core_attention: Mo
     parts.sharded_state_dict_keys_map = stored
 
 
-def _parts_of_mlp(mlp: object) -> Any:
-    """`MLPSubmodules`, or those of experts, of a layer's MLP: a spec, or, from megatron-core 0.17 on, what builds it."""
+def _parts_of_mlp(mlp: Any) -> Any:
+    """`MLPSubmodules`, or those of experts, of a layer's MLP: a spec, or what builds it (megatron-core 0.17 and later)."""
     if isinstance(mlp, ModuleSpec):
         return mlp.submodules
     assert isinstance(mlp, partial)
