@@ -258,7 +258,7 @@ def _make_local(layer: ModuleSpec, config: TransformerConfig, core_attention: Mo
 
 
 def _parts_of_mlp(mlp: Any) -> Any:
-    """`MLPSubmodules`, or those of experts, of a layer's MLP: a spec, or what builds it (megatron-core 0.17 and later)."""
+    """`MLPSubmodules`, or those of experts, of a layer's MLP: a spec, or (megatron-core >= 0.17) what builds it."""
     if isinstance(mlp, ModuleSpec):
         return mlp.submodules
     assert isinstance(mlp, partial)
