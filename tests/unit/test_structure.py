@@ -56,7 +56,7 @@ def test_the_loop_is_two_files_from_the_start_script_a_weight_push_three_and_the
 
 
 LIMITS = {
-    "lines": 72_760,
+    "lines": 72_765,
     "classes": 835,
     "dataclasses": 384,
     "protocols": 65,
