@@ -56,7 +56,7 @@ def test_the_loop_is_two_files_from_the_start_script_a_weight_push_three_and_the
 
 
 LIMITS = {
-    "lines": 73_300,
+    "lines": 73_230,
     "classes": 837,
     "dataclasses": 385,
     "protocols": 65,

@@ -161,6 +161,11 @@ class HfBackedModel:
         context = config.integer("max_position_embeddings")
         frequencies = rotary.frequencies(int(self.heads.head_size * rotary.fraction), context)
         layers = choose_layers(self._settings.transformer_impl, adapters=self._settings.lora_rank > 0)
+        if layers.engine_attention and self.config.softmax_type != "vanilla":
+            raise ValueError(
+                f"{config.source}: attention sinks were not tried with Transformer Engine's layers; set "
+                "strategy_config.transformer_impl: local"
+            )
         rotation = local_rotation = None
         if (local := Rotary.local(config, scaled=self._family.scaled_windows)) is not None:
             if layers.engine_attention:
