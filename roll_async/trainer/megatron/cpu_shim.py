@@ -1,4 +1,4 @@
-"""Lets megatron-core 0.16 run without CUDA: its modules see a proxy of `torch` in which "cuda" means the CPU.
+"""Lets megatron-core run without CUDA: its modules see a proxy of `torch` in which "cuda" means the CPU.
 
 `torch` itself keeps its behaviour for everybody else, but for `Tensor.cuda`. With CUDA at hand nothing here does
 anything, and Megatron places what it makes on the device: a rank that shall run on the CPU of such a machine must not
@@ -174,6 +174,9 @@ def install(*, cuda: bool | None = None) -> None:
     # Megatron warns once for each accelerator library that is not there; the choice is logged where it is made.
     warnings.filterwarnings("ignore", module=r"megatron\..*")
     warnings.filterwarnings("ignore", message=r".*(Transformer Engine|Apex|apex|transformer_engine).*")
+    # From 0.19 on also of its next kind of model, and of how its own checkpoints are read.
+    for name in ("models.gpt.gpt_model", "dist_checkpointing.strategies.common"):
+        logging.getLogger(f"megatron.core.{name}").setLevel(logging.ERROR)
     cuda = torch.cuda.is_available() if cuda is None else cuda
     engine_import.problem()  # hides half an install from the imports below
     engine_import.apex_problem(cuda=cuda)
