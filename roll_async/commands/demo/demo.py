@@ -52,7 +52,7 @@ def command(args: tuple[str, ...], small: bool, assets_only: str | None) -> int:
     with Transformers. Nothing is downloaded.
 
     \b
-    Examples:
+    Example:
       roll-async demo max_steps=20
       roll-async demo --assets-only agents
     """
