@@ -18,7 +18,6 @@ from roll_async.inference.hf.weights import WeightTargets
 from roll_async.inference.settings import EngineSettings
 from roll_async.schema import GenerateRequest, SamplingParams
 
-
 SERVED = [n for n, (family, _) in FAMILIES.items() if family.name not in ENGINE_TRAITS["hf_infer"].unserved]
 
 
