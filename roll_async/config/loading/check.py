@@ -190,8 +190,10 @@ class Checker:
             if not form.fullmatch(name):
                 self._error("C005", path, child, f"{shown(name)} must be a name matching {form.pattern}")
             item, other = spec.item, spec.item.other
-            if other is not None and isinstance(child.value, dict) and next(iter(spec_of(other))) in child.value:
-                item = replace(item, section=other)
+            if other is not None and isinstance(child.value, dict) and child.value:
+                written = child.value.keys()
+                if next(iter(spec_of(other))) in written or not written & spec_of(item.section).keys():
+                    item = replace(item, section=other)
             values[name] = self._value(child, item, f"{path}.{name}", role, node)
             if path == "rewards":
                 self._reward(name, child, f"{path}.{name}", values[name])

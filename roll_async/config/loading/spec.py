@@ -37,7 +37,7 @@ class FieldSpec:
     """Of a list or map."""
     section: type | None = None
     other: type | None = None
-    """Another section that may stand there; it is where its first key is written."""
+    """Another section that may stand there; it is where its first key is written, or no key of `section`."""
     choices: tuple[str | int, ...] = ()
     nullable: bool
     required: bool

@@ -152,6 +152,12 @@ def test_an_rlvr_config_that_breaks_one_rule_gets_one_error(files, id, edits, me
     assert errors(files.rlvr(edits)) == [f"{id} {message}"]
 
 
+def test_a_key_of_a_served_teacher_that_is_misspelt_is_not_taken_for_one_of_ranks(files):
+    first, second = errors(files.rlvr({"teachers": {"far": {"adress": "http://far:8000", "model": "m"}}}))
+    assert first == "C001 teachers.far.adress: unknown key; did you mean 'teachers.far.address'?"
+    assert second.startswith("C006 teachers.far.address: required")
+
+
 @pytest.mark.parametrize(("id", "edits", "message"), AGENTIC_CASES, ids=[c[0] for c in AGENTIC_CASES])
 def test_an_agentic_config_that_breaks_one_rule_gets_one_error(files, id, edits, message):
     assert errors(files.agentic(edits)) == [f"{id} {message}"]
