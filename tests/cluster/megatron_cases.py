@@ -16,6 +16,7 @@ from roll_async.algorithms.objective import LossSettings
 from roll_async.commands.certify import rank_side
 from roll_async.commands.certify.rank_side import start_worker
 from roll_async.config.options.policy_loss_options import PpoOptions
+from roll_async.trainer.distillation import chosen_rows
 from roll_async.trainer.megatron import cpu_shim
 from roll_async.trainer.megatron.model import output_head
 from roll_async.trainer.megatron.model.lora import Adapter
@@ -268,6 +269,16 @@ def exchange_uneven(rank, world_size, port):
 def raises(rank, world_size, port, **given):
     """A rank whose layout does not work."""
     raise ZeroDivisionError("of a rank")
+
+
+def scores_of_one_row(rank, world_size, port, settings):
+    """(log-probs of one row alone, and of it among all), on rank 0."""
+    worker = start_worker(rank, world_size, port, settings)
+    rows, _ = batch()
+    own = torch.arange(NUM_ROWS) == 1
+    alone, among = worker.compute_logprobs(chosen_rows(rows, own)), worker.compute_logprobs(rows)
+    worker.stop()
+    return None if rank else (alone[0], among[1])
 
 
 def routers_product(rank, world_size, port):

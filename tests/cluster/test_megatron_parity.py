@@ -184,6 +184,15 @@ def test_the_reference_learns_so_that_a_next_loss_says_something(one_rank):
         assert (found["after"] - found["before"]).abs().max() > 0.1
 
 
+@pytest.mark.parametrize("mode", ["fixed", "dynamic", "packed"])
+@pytest.mark.parametrize("kind", ["dense", "MoE"])
+def test_a_teacher_of_two_ranks_scores_its_only_row_of_a_batch(rank_pool, folders, kind, mode):
+    settings = cases.settings_of(folders[kind], micro_batching=mode, max_tokens_per_microbatch=96)
+    alone, among = rank_pool.run(cases.scores_of_one_row, 2, settings=settings)[0]
+    torch.testing.assert_close(alone, among, rtol=0, atol=1e-5)
+    assert bool((alone != 0).any())
+
+
 def test_a_worker_that_stops_takes_its_groups_along(rank_pool, folders):
     settings = cases.settings_of(folders["dense"], parallel={"tensor": 2})
     with held_port("127.0.0.1") as one, held_port("127.0.0.1") as other:
