@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-import select
 import signal
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from multiprocessing.connection import wait
 
 import psutil
 
@@ -43,7 +43,7 @@ def end_with_owner() -> None:
         os._exit(1)
 
     def follow() -> None:
-        select.select([watched], [], [])
+        wait([watched])  # not `select`, which knows the first 1,024 descriptors only
         if parent != owner and os.getppid() == parent:  # still the parent, so its number was not given away
             with suppress(ProcessLookupError):
                 os.kill(parent, signal.SIGKILL)

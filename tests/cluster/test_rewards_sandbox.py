@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -112,6 +113,21 @@ def test_the_environment_of_the_run_is_not_there(monkeypatch):
     for path in ("/proc/self/environ", f"/proc/{os.getpid()}/environ", "/proc/1/cmdline", "/etc/passwd"):
         assert "PermissionError" in local.run(ProgramRun(kind="stdio", code=f"print(open({path!r}).read())")).problem
     local.close()
+
+
+@contained
+def test_a_process_that_holds_more_than_1024_descriptors_runs_programs(request):
+    """As the rollout process of a large run does: a connection for each request under way."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2048:
+        pytest.skip(f"at most {hard} descriptors here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    request.addfinalizer(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard)))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    request.addfinalizer(lambda: [os.close(fd) for fd in held])
+    local = LocalSandbox()
+    request.addfinalizer(local.close)
+    assert local.run(ProgramRun(kind="stdio", code=SUM, stdin="1 2", timeout_s=3.0)).stdout == "3\n"
 
 
 def test_memory_has_a_limit(program):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import subprocess
 import sys
 import time
 from contextlib import suppress
 from dataclasses import asdict
+from multiprocessing.connection import wait
 from pathlib import Path
 
 from roll_async.rewards.sandbox.protocol import ProgramResult, ProgramRun
@@ -84,7 +84,8 @@ class LocalSandbox:
         assert self._host is not None and self._host.stdout is not None
         fd, ends_s = self._host.stdout.fileno(), time.monotonic() + timeout_s
         while b"\n" not in self._buffer:
-            if not select.select([fd], [], [], max(0.0, ends_s - time.monotonic()))[0]:
+            # Not `select`: it knows the first 1,024 descriptors only, and a rollout process may hold thousands.
+            if not wait([fd], max(0.0, ends_s - time.monotonic())):
                 raise TimeoutError(f"no answer within {timeout_s:g} s")
             data = os.read(fd, 1 << 20)
             if not data:
