@@ -92,6 +92,23 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Image:
+    """A picture in a prompt, as its file was: what a model reads of it is made where the model is, each time alike
+    (`prompts/images.py`).
+    """
+
+    data: bytes = field(repr=False)
+    """PNG, JPEG or another format that Pillow reads."""
+    grid: tuple[int, int]
+    """Rows and columns of tokens that stand for it in the prompt."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt that it takes."""
+        return self.grid[0] * self.grid[1]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
     """One question, tokenised."""
 
@@ -110,6 +127,8 @@ class Prompt:
     """Digest of what the row says (messages, truth, other columns), by which a resumed run knows it."""
     thought: str = ""
     """Opening mark of the thought that the rendered prompt ends inside; empty: of none."""
+    images: tuple[Image, ...] = ()
+    """In the order of their tokens, which are the first image tokens of `token_ids`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,6 +175,8 @@ class GenerateRequest:
     sampling: SamplingParams
     recorded_positions: int = 0
     """Positions of the prompt whose experts are known: the record of this request begins after them."""
+    images: tuple[Image, ...] = ()
+    """As of `Prompt.images`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
