@@ -20,6 +20,7 @@ _ORIGINS = {
     "place as an override",
     "demo_assets": "make it with: roll-async demo --assets-only",
     "word_problems": "make it with: roll-async demo --assets-only word_problems",
+    "output/images/": "make it with: roll-async demo --assets-only images",
     "math_deepmath": "make it with: python tools/make_math_rows.py (without a network: --source bundled)",
     "skywork": "make it with: python examples/async_dapo/process_skywork.py --local_dir DIR",
     "aime": "make it with: python examples/async_dapo/process_aime24.py --local_dir DIR",

@@ -112,7 +112,7 @@ OTHERS = {
     "demo max_stepz=1": "unknown key; did you mean 'max_steps'?",
     "demo --smal": "unknown option '--smal'",
     "demo --small --assets-only agents": "--small: of the demo's own model only",
-    "demo --assets-only chess": "'chess' is not one of 'addition', 'agents', 'word_problems', 'gsm8k'",
+    "demo --assets-only chess": "'chess' is not one of 'addition', 'agents', 'word_problems', 'gsm8k', 'images'",
     "bench nowhere": "no script nowhere; there are",
 }
 

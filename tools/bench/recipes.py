@@ -37,6 +37,10 @@ WORD_PROBLEMS = {
     "output/word_problems/model": (*ROLL_ASYNC, "demo", "--assets-only", "word_problems"),
     "output/sft_word_problems/hf": (*ROLL_ASYNC, "sft", "sft_word_problems_cpu"),
 }
+IMAGES = {
+    "output/images/model": (*ROLL_ASYNC, "demo", "--assets-only", "images"),
+    "output/sft_images/hf": (*ROLL_ASYNC, "sft", "sft_images_cpu"),
+}
 EDGE = 3
 """Steps of the start and of the end of a curve."""
 
@@ -54,6 +58,7 @@ class Recipe:
 RECIPES = {
     "addition": Recipe(needs=DEMO_ASSETS, runs={"addition": ("rlvr_config_async_cpu", "max_steps=60")}),
     "word_problems": Recipe(needs=WORD_PROBLEMS, runs={"word problems": ("rlvr_word_problems_cpu",)}),
+    "images": Recipe(needs=IMAGES, runs={"dots in pictures": ("rlvr_images_cpu",)}),
     "frozen_lake": Recipe(needs=AGENTIC_ASSETS, runs={"FrozenLake": ("agentic_frozen_lake_async_cpu", "max_steps=40")}),
     "calculator": Recipe(needs=AGENTIC_ASSETS, runs={"calculator": ("agentic_calculator_cpu", "max_steps=30")}),
     "off_policy": Recipe(

@@ -31,6 +31,7 @@ _MAKERS = {
     "agents": (str(CHECKOUT / "tools" / "make_agentic_assets.py"),),
     "word_problems": (_GSM8K, "--word-problems"),
     "gsm8k": (_GSM8K,),
+    "images": (str(CHECKOUT / "tools" / "make_image_assets.py"),),
 }
 
 
@@ -43,7 +44,7 @@ _MAKERS = {
     flag_value="addition",
     type=click.Choice(list(_MAKERS)),
     help="Make model and data, and train nothing: those of the demo (addition), or what the agentic configs, "
-    "rlvr_word_problems_cpu or rlvr_gsm8k_cpu need.",
+    "rlvr_word_problems_cpu, rlvr_gsm8k_cpu or rlvr_images_cpu need.",
 )
 def command(args: tuple[str, ...], small: bool, assets_only: str | None) -> int:
     """Make a tiny model and its data below output/ where they are missing, and train it to add numbers.

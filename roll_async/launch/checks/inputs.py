@@ -39,6 +39,8 @@ _MAKERS = {
     "gsm8k_assets": "roll-async demo --assets-only gsm8k",
     "sft_word_problems": "roll-async sft sft_word_problems_cpu",  # before the name that it holds
     "word_problems": "roll-async demo --assets-only word_problems",
+    "sft_images": "roll-async sft sft_images_cpu",
+    "output/images": "roll-async demo --assets-only images",
 }
 
 
