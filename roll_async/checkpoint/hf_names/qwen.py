@@ -1,5 +1,5 @@
 """Qwen's dense families: Qwen2 and Qwen2.5 have biases on queries, keys and values, Qwen3 normalises queries and keys
-instead.
+instead. Qwen2.5-VL is Qwen2 with a tower for images.
 """
 
 from __future__ import annotations
@@ -7,6 +7,9 @@ from __future__ import annotations
 from roll_async.checkpoint.folders.hf_config import HfConfig
 from roll_async.checkpoint.hf_names.dense import ATTENTION, EMBEDDING, MLP, NORMS, QK_NORM, QKV_BIAS, window_fields
 from roll_async.checkpoint.hf_names.table import YARN, Family
+
+
+_AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 
 
 def _qwen2_fields(config: HfConfig) -> dict[str, object]:
@@ -25,6 +28,14 @@ FAMILIES = (
         rows=(*EMBEDDING, *NORMS, *ATTENTION, *QKV_BIAS, *MLP),
         fields=_qwen2_fields,
         tiny={"qwen2 tied": {"tie_word_embeddings": True}, "qwen2.5 yarn": {"rope_parameters": YARN}},
+    ),
+    Family(
+        name="qwen2_5_vl",
+        architectures=("Qwen2_5_VLForConditionalGeneration",),
+        rows=(*EMBEDDING, *NORMS, *ATTENTION, *QKV_BIAS, *MLP),
+        fields=_qwen2_fields,
+        reads_images=True,
+        tiny={"qwen2.5-vl": {"rope_parameters": _AXES}, "tied": {"rope_parameters": _AXES, "tie_word_embeddings": True}},
     ),
     Family(
         name="qwen3",

@@ -27,6 +27,7 @@ from roll_async.checkpoint.transforms import HeadLayout, shard, to_hf, to_megatr
 from roll_async.observe.trace import starting
 from roll_async.trainer.megatron import ranks
 from roll_async.trainer.megatron.model.attention import LONGEST_SHARED_ROW, Rotation
+from roll_async.trainer.megatron.model.images import add_tower
 from roll_async.trainer.megatron.model.layer_spec import block_spec, choose_layers
 from roll_async.trainer.megatron.model.lora import (
     ADAPTER,
@@ -166,6 +167,11 @@ class HfBackedModel:
                 f"{config.source}: attention sinks were not tried with Transformer Engine's layers; set "
                 "strategy_config.transformer_impl: local"
             )
+        if layers.engine_attention and self._family.reads_images:
+            raise ValueError(
+                f"{config.source}: the three axes of images' positions are turned by local layers alone; set "
+                "strategy_config.transformer_impl: local"
+            )
         rotation = local_rotation = None
         if (local := Rotary.local(config, scaled=self._family.scaled_windows)) is not None:
             if layers.engine_attention:
@@ -177,7 +183,8 @@ class HfBackedModel:
             local_rotation = Rotation(turned, local.attention_factor(), interleaved=False)
         if not layers.engine_attention and not self.config.multi_latent_attention:
             interleaved = self.config.rotary_interleaved
-            rotation = Rotation(frequencies, rotary.attention_factor(), interleaved=interleaved)
+            factor = rotary.attention_factor()
+            rotation = Rotation(frequencies, factor, interleaved=interleaved, sections=rotary.sections)
         module = GPTModel(
             config=self.config,
             transformer_layer_spec=block_spec(  # pyright: ignore[reportArgumentType]  # Megatron takes a block's, too
@@ -201,6 +208,8 @@ class HfBackedModel:
         )
         if rotation is None and rotary.kind != "default" and not self.config.multi_latent_attention:
             module.rotary_pos_emb.inv_freq = frequencies
+        if self._family.reads_images and module.pre_process:
+            add_tower(module, config)
         _mark_shards(module)
         _mark_experts(module)
         _copy_before_biases(module)
