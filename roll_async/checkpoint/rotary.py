@@ -74,6 +74,11 @@ class Rotary:
         """[D / 2] float32 angle per position; `context` is the model's max_position_embeddings."""
         import torch  # here: a check of a config reads this file, too
 
+        if self.sections and sum(self.sections) != dimensions // 2:
+            raise ValueError(
+                f"{self.parameters.source}: mrope_section={list(self.sections)} has not the {dimensions // 2} frequencies "
+                "of a head"
+            )
         exponents = torch.arange(0, dimensions, 2, dtype=torch.float32) / dimensions
         plain = 1.0 / (self.base**exponents)
         if self.kind == "default":

@@ -9,9 +9,6 @@ from roll_async.checkpoint.hf_names.dense import ATTENTION, EMBEDDING, MLP, NORM
 from roll_async.checkpoint.hf_names.table import YARN, Family
 
 
-_AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-
-
 def _qwen2_fields(config: HfConfig) -> dict[str, object]:
     return {"add_qkv_bias": True, **window_fields(config)}
 
@@ -35,7 +32,7 @@ FAMILIES = (
         rows=(*EMBEDDING, *NORMS, *ATTENTION, *QKV_BIAS, *MLP),
         fields=_qwen2_fields,
         reads_images=True,
-        tiny={"qwen2.5-vl": {"rope_parameters": _AXES}, "tied": {"rope_parameters": _AXES, "tie_word_embeddings": True}},
+        tiny={"qwen2.5-vl": {}, "qwen2.5-vl tied": {"tie_word_embeddings": True}},
     ),
     Family(
         name="qwen3",
