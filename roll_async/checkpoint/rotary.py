@@ -76,8 +76,8 @@ class Rotary:
 
         if self.sections and sum(self.sections) != dimensions // 2:
             raise ValueError(
-                f"{self.parameters.source}: mrope_section={list(self.sections)} has not the {dimensions // 2} frequencies "
-                "of a head"
+                f"{self.parameters.source}: mrope_section={list(self.sections)} are not the {dimensions // 2} "
+                "frequencies of a head"
             )
         exponents = torch.arange(0, dimensions, 2, dtype=torch.float32) / dimensions
         plain = 1.0 / (self.base**exponents)

@@ -21,8 +21,8 @@ def tower_of(config: HfConfig, dtype: torch.dtype) -> torch.nn.Module:
     vision = Qwen2_5_VLVisionConfig(**config.section("vision_config").values)
     if vision.out_hidden_size != (hidden := config.integer("hidden_size")):
         raise ValueError(
-            f"{config.source}: vision_config.out_hidden_size={vision.out_hidden_size}, but hidden_size={hidden}; images "
-            "would not fit among the tokens"
+            f"{config.source}: vision_config.out_hidden_size={vision.out_hidden_size}, but hidden_size={hidden}; "
+            "name a model whose tower makes embeddings of its own size"
         )
     with no_init_weights():  # every weight is loaded: drawing values first would take longer than that
         return Qwen2_5_VisionTransformerPretrainedModel._from_config(vision, dtype=dtype, attn_implementation="sdpa")

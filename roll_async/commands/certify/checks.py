@@ -116,8 +116,8 @@ def _with_tower(text: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def settings_of(folder: Path, layout: str) -> MegatronSettings:
-    """fp32, rows packed but on one rank, and there where they have images. Adam turns the rounding of tiny gradients into whole steps; the larger epsilon
-    keeps a step a smooth function of them.
+    """fp32, rows packed but on one rank, and there where they have images. Adam turns the rounding of tiny gradients
+    into whole steps; the larger epsilon keeps a step a smooth function of them.
     """
     defaults = AlgorithmConfig()
     padded = layout == "1 rank" and image_reader(folder) is None

@@ -161,8 +161,8 @@ def cut(
 
 
 def _seen(step: StepRows, index: Tensor, width: int, image_token: int) -> tuple[tuple[Image, ...], Tensor, Tensor]:
-    """Different images of the rows `index` [q] in the order of their first tokens, axes [3,q,t] of all tokens, and [q,t]
-    which of the tower's outputs for these images takes a token's place, -1 where none does.
+    """Different images of the rows `index` [q] in the order of their first tokens, axes [3,q,t] of all tokens, and
+    [q,t] which of the tower's outputs for these images takes a token's place, -1 where none does.
     """
     numbers: dict[Image, Tensor] = {}
     count = 0

@@ -131,8 +131,8 @@ class BatchSplitter:
     def _step_rows(self, rows: TokenRows | PolicyRows | ValueRows, fields: Mapping[str, Tensor]) -> StepRows:
         if rows.images and self._settings.micro_batching != "packed":
             raise ValueError(
-                f"micro_batching={self._settings.micro_batching} of {self._settings.model_folder}, but rows have images, "
-                "whose tokens stand on three axes that packed rows alone carry; set micro_batching: packed of the role"
+                f"micro_batching={self._settings.micro_batching} of {self._settings.model_folder}, but rows "
+                "have images, whose positions on three axes packed rows alone carry; set micro_batching: packed"
             )
         experts = rows.experts if self._settings.router_replay and not isinstance(rows, ValueRows) else None
         return StepRows(

@@ -1,6 +1,6 @@
 """Images among the tokens of a first pipeline stage: a tower makes embeddings of their pixels.
 
-Shape letters: q sequences of a feed, s positions, H hidden size, P patches, C values of a patch, N tokens of the images.
+Shape letters: q sequences of a feed, s positions, H hidden size, P patches, C values of a patch, N tokens of images.
 """
 
 from __future__ import annotations
