@@ -29,9 +29,31 @@ def tower_of(config: HfConfig, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def tower_shapes(config: HfConfig) -> Mapping[str, tuple[int, ...]]:
-    """Of its parameters, by their names in the whole model."""
-    import torch
-
-    with torch.device("meta"):
-        tower = tower_of(config, torch.float32)
-    return {TOWER + name: tuple(parameter.shape) for name, parameter in tower.named_parameters()}
+    """Of its parameters, by their names in the whole model; without Transformers, whose defaults these are."""
+    vision = config.section("vision_config")
+    hidden, inner = vision.integer("hidden_size", default=3584), vision.integer("intermediate_size", default=3420)
+    merged, patch = (
+        hidden * vision.integer("spatial_merge_size", default=2) ** 2,
+        vision.integer("patch_size", default=14),
+    )
+    channels = vision.integer("in_channels", "in_chans", default=3)
+    linear = {
+        "merger.mlp.0": (merged, merged),
+        "merger.mlp.2": (vision.integer("out_hidden_size", default=3584), merged),
+    }
+    norms = ["merger.ln_q"]
+    for i in range(vision.integer("depth", default=32)):
+        block = f"blocks.{i}"
+        linear |= {f"{block}.attn.qkv": (3 * hidden, hidden), f"{block}.attn.proj": (hidden, hidden)}
+        linear |= {f"{block}.mlp.{name}_proj": (inner, hidden) for name in ("gate", "up")}
+        linear |= {f"{block}.mlp.down_proj": (hidden, inner)}
+        norms += [f"{block}.norm1", f"{block}.norm2"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "patch_embed.proj.weight": (
+            hidden, channels, vision.integer("temporal_patch_size", default=2), patch, patch,
+        ),
+        **{f"{name}.weight": shape for name, shape in linear.items()},
+        **{f"{name}.bias": shape[:1] for name, shape in linear.items()},
+        **{f"{name}.weight": (hidden,) for name in norms},
+    }  # fmt: skip
+    return {TOWER + name: shape for name, shape in shapes.items()}
