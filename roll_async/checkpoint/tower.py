@@ -36,7 +36,7 @@ def tower_shapes(config: HfConfig) -> Mapping[str, tuple[int, ...]]:
         hidden * vision.integer("spatial_merge_size", default=2) ** 2,
         vision.integer("patch_size", default=14),
     )
-    channels = vision.integer("in_channels", "in_chans", default=3)
+    channels = vision.integer("in_channels", default=3)
     linear = {
         "merger.mlp.0": (merged, merged),
         "merger.mlp.2": (vision.integer("out_hidden_size", default=3584), merged),

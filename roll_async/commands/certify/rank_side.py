@@ -19,6 +19,7 @@ from roll_async.checkpoint.folders.hf_folder import HfFolder
 from roll_async.checkpoint.transforms import to_hf
 from roll_async.prompts.images import ImageReader
 from roll_async.schema import Image
+from roll_async.trainer.megatron.model.logits_probe import transformers_model
 from roll_async.trainer.megatron.ranks import RankSpec
 from roll_async.trainer.megatron.settings import MegatronSettings
 from roll_async.trainer.megatron.shares import DataParallelShard
@@ -278,13 +279,7 @@ def transformers_gradients(folder: Path, vocabulary: int) -> dict[str, Tensor]:
 
 
 def _transformers_logprobs(folder: Path, vocabulary: int, mixed: bool = False) -> tuple[torch.nn.Module, Tensor]:
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    reader = image_reader(folder)
-    kind = AutoModelForCausalLM if reader is None else AutoModelForImageTextToText
-    model = kind.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    reader, model = image_reader(folder), transformers_model(folder)
     rows, _ = batch(vocabulary, reader=reader, mixed=mixed)
     found = []
     for i, length in enumerate(rows.lengths.tolist()):

@@ -250,7 +250,7 @@ def test_the_shapes_of_the_tower_are_those_of_transformers():
     pytest.importorskip("transformers")
     for vision in (
         {"depth": 3},
-        {"hidden_size": 32, "num_heads": 2, "in_chans": 1, "patch_size": 6, "out_hidden_size": 48},
+        {"hidden_size": 32, "num_heads": 2, "in_channels": 1, "patch_size": 6, "out_hidden_size": 48},
     ):
         config = HfConfig({"hidden_size": vision.get("out_hidden_size", 3584), "vision_config": vision}, "config.json")
         with torch.device("meta"):
