@@ -10,15 +10,16 @@ from roll_async.checkpoint.hf_names.table import TOWER
 
 if TYPE_CHECKING:
     import torch
+    from transformers import Qwen2_5_VisionTransformerPretrainedModel
 
 
-def tower_of(config: HfConfig, dtype: torch.dtype) -> torch.nn.Module:
+def tower_of(config: HfConfig, dtype: torch.dtype) -> Qwen2_5_VisionTransformerPretrainedModel:
     """On the CPU, its weights still to be filled: as they were in memory."""
     from transformers.initialization import no_init_weights
     from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
-    vision = Qwen2_5_VLVisionConfig(**config.section("vision_config").values)
+    vision = Qwen2_5_VLVisionConfig.from_dict(dict(config.section("vision_config").values))
     if vision.out_hidden_size != (hidden := config.integer("hidden_size")):
         raise ValueError(
             f"{config.source}: vision_config.out_hidden_size={vision.out_hidden_size}, but hidden_size={hidden}; "

@@ -13,6 +13,7 @@ from functools import cached_property, partial
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
@@ -128,10 +129,10 @@ class ModelRunner:
         if self._config.num_moe_experts is not None and self._config.moe_aux_loss_coeff:
             keywords["padding_mask"] = self._padding_of_stage(model, feed)
         # A model that trains is wrapped for its gradients (`wrap`), one that only scores is not.
-        part = getattr(model, "module", model)
+        part: GPTModel = getattr(model, "module", model)  # type: ignore[assignment]
         if (tower := tower_to_run(part, feed)) is not None:
             pixels = self._reader.pixels(feed.images) if feed.images else blank_image(tower)
-            keywords["decoder_input"] = embedded_with_images(part, feed, *pixels)
+            keywords["decoder_input"] = embedded_with_images(part, tower, feed, *pixels)
         return model(feed.tokens, feed.positions, None, **keywords)
 
     def _replaying(self, feed: ModelFeed, *, may_recompute: bool) -> AbstractContextManager[None]:

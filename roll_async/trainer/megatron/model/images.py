@@ -5,6 +5,8 @@ Shape letters: q sequences of a feed, s positions, H hidden size, P patches, C v
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, cast
+
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
@@ -15,6 +17,9 @@ from roll_async.checkpoint.hf_names.table import TOWER
 from roll_async.checkpoint.tower import tower_of
 from roll_async.trainer.megatron.micro_batches import ModelFeed
 from roll_async.trainer.megatron.ranks import tensor_group
+
+if TYPE_CHECKING:
+    from transformers import Qwen2_5_VisionTransformerPretrainedModel as Tower
 
 
 def add_tower(model: GPTModel, config: HfConfig) -> None:
@@ -28,29 +33,28 @@ def add_tower(model: GPTModel, config: HfConfig) -> None:
     model.add_module(TOWER.rstrip("."), tower)
 
 
-def tower_to_run(model: GPTModel, feed: ModelFeed) -> torch.nn.Module | None:
+def tower_to_run(model: torch.nn.Module, feed: ModelFeed) -> Tower | None:
     """The tower of a stage that has one, for feeds with images; when it trains for all: gradient buffers wait for every
     parameter, and a rank without images would let the others wait for ever.
     """
-    tower = dict(model.named_children()).get(TOWER.rstrip("."))
+    tower = cast("Tower | None", dict(model.named_children()).get(TOWER.rstrip(".")))
     if tower is None or feed.images:
         return tower
     return tower if torch.is_grad_enabled() and any(p.requires_grad for p in tower.parameters()) else None
 
 
-def blank_image(tower: torch.nn.Module) -> tuple[Tensor, Tensor]:
+def blank_image(tower: Tower) -> tuple[Tensor, Tensor]:
     """Patches [P,C] of one token that no place asks for, and their grid [1,3]."""
-    vision = tower.config
-    side, patch = vision.spatial_merge_size, vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    return torch.zeros(side * side, patch), torch.tensor([[1, side, side]])
+    side = tower.spatial_merge_size
+    return torch.zeros(side * side, tower.patch_embed.proj.weight[0].numel()), torch.tensor([[1, side, side]])
 
 
-def embedded_with_images(model: GPTModel, feed: ModelFeed, pixels: Tensor, grid: Tensor) -> Tensor:
+def embedded_with_images(model: GPTModel, tower: Tower, feed: ModelFeed, pixels: Tensor, grid: Tensor) -> Tensor:
     """[s,q,H] what the first layer reads, under sequence parallelism this rank's share of the positions. `pixels` [P,C]
     of the feed's images, one after another, `grid` [images,3] of each in patches.
     """
     embedded = model.embedding(input_ids=feed.tokens, position_ids=feed.positions)
-    outputs = model.visual(pixels.to(embedded), grid_thw=grid.to(embedded.device)).pooler_output  # [N,H]
+    outputs = tower(pixels.to(embedded), grid_thw=grid.to(embedded.device)).pooler_output  # [N,H]
     slots = (torch.full_like(feed.tokens, -1) if feed.slots is None else feed.slots).t()
     if model.config.sequence_parallel:
         slots = slots.chunk(tensor_group().size())[tensor_group().rank()]
