@@ -246,6 +246,8 @@ def checks_of_engine(family: Family, shape: str, engine: str, work: Path) -> Ite
     command = [sys.executable, "-m", "roll_async", "run", "--config", str(config)]
     # As an override: the options of the demo's engine are not merged into those of another.
     command.append(f"actor_infer.strategy_args={{strategy_name: {engine}}}")
+    if family.reads_images:
+        command += ["actor_train.micro_batching=packed", "actor_train.max_tokens_per_microbatch=1024"]
     found = _pushes_of(command, work)
     yield Check(
         what="an engine against the trainer, pushes of a run", **{**found, "found": f"{engine}: {found['found']}"}

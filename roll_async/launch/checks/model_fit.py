@@ -53,6 +53,7 @@ def mismatches(config: RunConfig) -> Iterator[Refusal]:
         for role, worker in config.roles():
             if worker.model_args.model_name_or_path == model:
                 yield from _shares(role, worker, sizes)
+                yield from _padded(role, worker, found)
 
 
 def _is_adapter(folder: Path) -> bool:
@@ -166,6 +167,14 @@ def _shares(role: str, worker: WorkerConfig, sizes: ModelSizes) -> Iterator[Refu
             if settings.pipeline_parallel_size > sizes.num_hidden_layers:
                 message = f"{settings.pipeline_parallel_size} exceeds the {sizes.num_hidden_layers} layers of"
                 yield f"{key}.pipeline_parallel_size", f"{message} {sizes.source}; use 1"
+
+
+def _padded(role: str, worker: WorkerConfig, model: HfConfig) -> Iterator[Refusal]:
+    """Rows that would not carry the three axes of images' positions."""
+    trains = isinstance(worker.strategy_args.strategy_config, MegatronTrainConfig | MegatronInferConfig)
+    if trains and "vision_config" in model and worker.micro_batching != "packed":
+        message = f"{worker.micro_batching}, but {model.source} reads images, whose positions have three axes"
+        yield f"{role}.micro_batching", f"{message}; set it to packed, with max_tokens_per_microbatch"
 
 
 def _megatron(sizes: ModelSizes, settings: MegatronTrainConfig | MegatronInferConfig, key: str) -> Iterator[Refusal]:
