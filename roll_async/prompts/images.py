@@ -9,11 +9,11 @@ Shape letters: T tokens of a row, P patches, C values of a patch.
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from roll_async.checkpoint.folders.hf_config import HfConfig, read_json
 from roll_async.schema import Image
 
 if TYPE_CHECKING:
@@ -29,11 +29,10 @@ class ImageReader:
 
     def __init__(self, folder: str) -> None:
         """Raises ValueError, one line, for a model that reads no images, and for one that cannot be read here."""
-        config = json.loads(Path(folder, "config.json").read_text())
+        config = HfConfig(read_json(Path(folder, "config.json")), f"{folder}/config.json")
         if "vision_config" not in config:
-            kind = config["architectures"][0]
-            raise ValueError(f"{folder}: {kind} reads no images; name a model that does (Qwen2.5-VL)")
-        self.token_id: int = config["image_token_id"]
+            raise ValueError(f"{folder}: {config.architecture()} reads no images; name a model that does (Qwen2.5-VL)")
+        self.token_id = config.integer("image_token_id")
         """Of each token of an image."""
         if not Path(folder, _PROCESSOR).is_file():
             raise ValueError(f"{folder} holds no {_PROCESSOR}, which says how images are cut into patches")
