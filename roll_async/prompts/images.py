@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roll_async.checkpoint.folders.hf_config import HfConfig, read_json
-from roll_async.prompts.turns import IMAGE
+from roll_async.prompts.turns import IMAGE, IMAGE_PART
 from roll_async.schema import Image
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ _MOST_PIXELS = 1 << 26
 
 
 def taken_out(turns: object, column: object, folder: Path) -> tuple[object, tuple[bytes, ...]]:
-    """A row's chat with `{"type": "image"}` in the place of each of its images, and their files in that order.
+    """A row's chat with `IMAGE_PART` in the place of each of its images, and their files in that order.
     `column`: images that stand where the chat's texts say `<image>`; `folder`: where relative paths begin. What is no
     chat is left to `turns.py: parse_turns`. Raises ValueError, with key and remedy, for an image that is not there.
     """
@@ -48,7 +48,7 @@ def taken_out(turns: object, column: object, folder: Path) -> tuple[object, tupl
         for index, part in enumerate(parts):
             if (source := _source(part)) is not None:
                 files.append(_file(source, f"messages.{number}.content.{index}", folder))
-                parts[index] = {"type": "image"}
+                parts[index] = IMAGE_PART
         chat.append({**turn, "content": parts} if len(files) > before else turn)
     return chat, tuple(files)
 

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 Turn = Mapping[str, object]
 IMAGE = "<image>"
 """Where texts of verl's rows have one of the column `images`, and what people and judges read in its place."""
+IMAGE_PART = {"type": "image"}
+"""In the place of an image whose file was taken out of the chat: templates ask for no more."""
 
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Names under which servers return a thought; rows keep the first."""
@@ -33,8 +35,8 @@ _MARK = "roll{}said"  # letters and digits: no template changes them, whatever i
 
 
 def parse_turns(turns: object, column: str, *, answered: bool = False) -> tuple[Turn, ...]:
-    """The chat of a row, its arguments as JSON text and its contents as plain text, beside images (`{"type": "image"}`,
-    as `images.py: taken_out` leaves them) as parts. Raises ValueError, with key and remedy, for what is no chat and for
+    """The chat of a row, its arguments as JSON text and its contents as plain text, beside images (`IMAGE_PART`, as
+    `images.py: taken_out` leaves them) as parts. Raises ValueError, with key and remedy, for what is no chat and for
     what a turn says that could not be kept. `answered`: it is trained on as it is; else it ends before an answer.
     """
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
@@ -94,7 +96,7 @@ def _text(content: object, key: str) -> str | list[dict[str, str]]:
         raise ValueError(f"{key}: {content!r:.60} is no text; write a string or a list of parts of type text")
     for index, part in enumerate(content):
         is_text = isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)
-        if not is_text and part != {"type": "image"}:
+        if not is_text and part is not IMAGE_PART:  # an equal one of the row's own has no file
             raise ValueError(f"{key}.{index}: {part!r:.60} is no part of type text; write content: text alone")
     if any("text" not in part for part in content):
         return [{"type": "text", "text": part["text"]} if "text" in part else part for part in content]

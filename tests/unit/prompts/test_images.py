@@ -16,7 +16,7 @@ from roll_async.prompts.images import ImageReader, laid_out, spread, taken_out
 from roll_async.prompts.load import DataOptions, load_prompts
 from roll_async.prompts.rows import BadRows, Columns, content_digest, read_rows
 from roll_async.prompts.tokenizer import load_tokenizer
-from roll_async.prompts.turns import parse_turns, text_of
+from roll_async.prompts.turns import IMAGE_PART, parse_turns, text_of
 from roll_async.schema import Image
 
 IMAGE_PAD, IMAGE_ID = "<|image_pad|>", 258
@@ -160,7 +160,7 @@ def test_chats_without_images_are_text_and_a_turn_of_images_keeps_its_parts():
     plain = [{"role": "user", "content": [text("a"), text("b")]}]
     assert taken_out(plain, None, None) == (plain, ())
     assert parse_turns(plain, "messages")[0]["content"] == "ab"
-    (turn,) = parse_turns([{"role": "user", "content": [text("a"), {"type": "image"}]}], "messages")
+    (turn,) = parse_turns([{"role": "user", "content": [text("a"), IMAGE_PART]}], "messages")
     assert turn["content"] == [text("a"), {"type": "image"}] and text_of(turn) == "a<image>"
     with pytest.raises(ValueError, match=r"messages\.0\.content\.0: .* is no part of type text"):
         parse_turns([{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}], "messages")
