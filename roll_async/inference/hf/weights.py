@@ -25,10 +25,10 @@ class WeightTargets:
         buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in persistent]
         self._targets: dict[str, Tensor] = {}
         for name, tensor in [*model.named_parameters(remove_duplicate=False), *buffers]:
-            self._targets |= self._parts(_saved(name), tensor.detach())  # autograd refuses a copy into a leaf
+            self._targets |= self._parts(saved_name(name), tensor.detach())  # autograd refuses a copy into a leaf
         own = {name for name, _ in [*model.named_parameters(), *buffers]}
         tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - own
-        self.names = frozenset(self._targets) - {*map(_saved, tied)}
+        self.names = frozenset(self._targets) - {*map(saved_name, tied)}
         """Names that an update must contain: a tied output layer is updated with the embedding."""
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
@@ -58,7 +58,7 @@ class WeightTargets:
         return {f"{layer}.{e}.{down}.weight": part for e, part in enumerate(tensor)}
 
 
-def _saved(name: str) -> str:
+def saved_name(name: str) -> str:
     """A parameter's name in checkpoints, before experts are parted."""
     live = next((prefix for prefix in _WITH_TOWER if name.startswith(prefix)), "")
     return _WITH_TOWER.get(live, "") + name.removeprefix(live)
