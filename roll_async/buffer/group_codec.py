@@ -1,8 +1,8 @@
 """One group as a JSON header and one block of bytes. No pickle, so that reading a foreign ledger cannot run code.
 
-Block: prompt ids, the files of the prompt's images, then per sample its prompt ids (absent when equal to the prompt's), response ids (int32), behaviour
-log-probs (float32), loss mask (1 byte per token), recorded experts (1 or 2 bytes each), log-probs of a teacher
-(float32). Sizes are in the header.
+Block: prompt ids, the files of the prompt's images, then per sample its prompt ids (absent when equal to the prompt's),
+response ids (int32), behaviour log-probs (float32), loss mask (1 byte per token), recorded experts (1 or 2 bytes each),
+log-probs of a teacher (float32). Sizes are in the header.
 """
 
 from __future__ import annotations
@@ -11,7 +11,18 @@ import json
 from array import array
 from dataclasses import asdict
 
-from roll_async.schema import ExpertRecord, FinishReason, Group, Image, Outcome, Prompt, Reward, RewardStatus, Sample, Turn
+from roll_async.schema import (
+    ExpertRecord,
+    FinishReason,
+    Group,
+    Image,
+    Outcome,
+    Prompt,
+    Reward,
+    RewardStatus,
+    Sample,
+    Turn,
+)
 
 
 def encode_group(group: Group) -> tuple[str, bytes]:

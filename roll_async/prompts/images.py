@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from roll_async.checkpoint.folders.hf_config import HfConfig, read_json
 from roll_async.prompts.turns import IMAGE, IMAGE_PART
 from roll_async.schema import Image
 
@@ -134,10 +134,12 @@ class ImageReader:
 
     def __init__(self, folder: str) -> None:
         """Raises ValueError, one line, for a model that reads no images, and for one that cannot be read here."""
-        config = HfConfig(read_json(Path(folder, "config.json")), f"{folder}/config.json")
-        if "vision_config" not in config:
-            raise ValueError(f"{folder}: {config.architecture()} reads no images; name a model that does (Qwen2.5-VL)")
-        self.token_id = config.integer("image_token_id")
+        file = Path(folder, "config.json")
+        config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        if config.get("vision_config") is None or not isinstance(config.get("image_token_id"), int):
+            kind = ", ".join(config.get("architectures") or ["a folder without config.json"])
+            raise ValueError(f"{folder}: {kind} reads no images; name a model that does (Qwen2.5-VL)")
+        self.token_id: int = config["image_token_id"]
         """Of each token of an image."""
         if not Path(folder, _PROCESSOR).is_file():
             raise ValueError(f"{folder} holds no {_PROCESSOR}, which says how images are cut into patches")
@@ -156,7 +158,7 @@ class ImageReader:
         picture, processor = self._picture(data), self._processor
         side, size = processor.patch_size * processor.merge_size, processor.size
         # As `pixels` cuts it, without the patches, which take ten times as long.
-        height, width = self._resized(picture.height, picture.width, side, size.shortest_edge, size.longest_edge)
+        height, width = self._resized(picture.height, picture.width, side, size["shortest_edge"], size["longest_edge"])
         return Image(data=data, grid=(height // side, width // side))
 
     def pixels(self, images: Sequence[Image]) -> tuple[Tensor, Tensor]:

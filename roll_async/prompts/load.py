@@ -280,7 +280,7 @@ def _rendered(encoder: ChatEncoder, folder: str, chats: Chats, references: list[
         return [chat if isinstance(chat, str) else (*chat, ()) for chat in encoder.render(chats, references)]
     reader = image_reader(folder)
     # Else a text could say that an image stands in it.
-    mark = encoder.tokenizer.convert_ids_to_tokens(reader.token_id)
+    mark = str(encoder.tokenizer.convert_ids_to_tokens(reader.token_id))
     chats = [without_mark(chat, mark) if files else chat for chat, files in zip(chats, images, strict=True)]
     rendered: Rendered = []
     for chat, files in zip(encoder.render(chats, references), images, strict=True):

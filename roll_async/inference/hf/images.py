@@ -9,7 +9,6 @@ I of its images, H hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -19,23 +18,21 @@ from transformers.generation.continuous_batching.input_outputs import Continuous
 from roll_async.prompts.images import image_reader, laid_out
 from roll_async.schema import GenerateRequest
 
-
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """One running request."""
-
-    outputs: Tensor
-    """[I,H] of the vision tower."""
-    slots: Tensor
-    """[T] which of them stands in the place of a token of the prompt; -1: none does."""
-    axes: Tensor
-    """[3,T+1] where tokens of the prompt, and the first one after it, stand."""
+Shown = tuple[Tensor, Tensor, Tensor]
+"""Of one request: [I,H] outputs of the vision tower; [T] which of them stands in the place of a token of the prompt, -1
+where none does; [3,T+1] where tokens of the prompt, and the first one after it, stand.
+"""
 
 
 class ImageFeeder:
     """Images of the requests that are shown. The hook runs in the thread of the generation loop."""
 
-    def __init__(self, model: nn.Module, folder: str, manager: Callable[[], ContinuousBatchingManager]) -> None:
+    def __init__(
+        self,
+        model,  # noqa: ANN001 (a Transformers model)
+        folder: str,
+        manager: Callable[[], ContinuousBatchingManager],
+    ) -> None:
         """`folder`: of the model; `manager`: the one that runs it now."""
         self._model, self._folder, self._manager = model, folder, manager
         self._shown: dict[str, Shown] = {}
@@ -58,7 +55,7 @@ class ImageFeeder:
             torch.cuda.synchronize()  # the manager computes on a separate stream
         if len(outputs) != (wanted := sum(image.num_tokens for image in request.images)):
             raise ValueError(f"request {request.request_id}: {wanted} image tokens, and its images have {len(outputs)}")
-        return Shown(outputs, slots[:-1].to(device), axes.to(device))
+        return outputs, slots[:-1].to(device), axes.to(device)
 
     def show(self, request_id: str, shown: Shown) -> None:
         """Call it before the request is added."""
@@ -82,9 +79,9 @@ class ImageFeeder:
             if shown is not None:
                 # Positions in the request: also of one that lost its cache and is read again from its first token.
                 at = given["position_ids"][0, start:end].long()
-                num_prompt = len(shown.slots)
-                positions[:, 0, start:end] = shown.axes[:, at.clamp(max=num_prompt)] + (at - num_prompt).clamp(min=0)
-                slots = torch.where(at < num_prompt, shown.slots[at.clamp(max=num_prompt - 1)], -1)
-                embedded[0, start:end][slots >= 0] = shown.outputs[slots[slots >= 0]].to(embedded.dtype)
+                outputs, slots, axes = shown
+                positions[:, 0, start:end] = axes[:, at.clamp(max=len(slots))] + (at - len(slots)).clamp(min=0)
+                taken = torch.where(at < len(slots), slots[at.clamp(max=len(slots) - 1)], -1)
+                embedded[0, start:end][taken >= 0] = outputs[taken[taken >= 0]].to(embedded.dtype)
             start = end
         return inputs, {**given, "inputs_embeds": embedded, "position_ids": positions}

@@ -53,7 +53,9 @@ def folder(tmp_path_factory):
     fast.save_pretrained(target)
     assert fast.convert_tokens_to_ids(IMAGE_PAD) == IMAGE_ID
     names = {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl"}
-    (target / "config.json").write_text(json.dumps({**names, "image_token_id": IMAGE_ID, "vision_config": {"depth": 1}}))
+    (target / "config.json").write_text(
+        json.dumps({**names, "image_token_id": IMAGE_ID, "vision_config": {"depth": 1}})
+    )
     size = {"shortest_edge": 64, "longest_edge": 4096}
     processor = transformers.Qwen2VLImageProcessorPil(patch_size=4, temporal_patch_size=2, merge_size=2, size=size)
     processor.save_pretrained(target)
@@ -130,8 +132,15 @@ def test_verls_rows_name_images_in_a_column_and_their_places_in_the_texts(tmp_pa
 def test_parquet_holds_the_files_themselves(tmp_path):
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
-    chat = [{"role": "user", "content": [{**text("what?"), "image": None},
-                                         {"type": "image", "text": None, "image": {"bytes": png(), "path": "a.png"}}]}]
+    chat = [
+        {
+            "role": "user",
+            "content": [
+                {**text("what?"), "image": None},
+                {"type": "image", "text": None, "image": {"bytes": png(), "path": "a.png"}},
+            ],
+        }
+    ]
     asked = [{"role": "user", "content": "<image>what?"}]
     for name, one in (
         ("parts", {"messages": chat, "ground_truth": "1"}),
