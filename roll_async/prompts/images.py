@@ -23,7 +23,7 @@ from roll_async.schema import Image
 if TYPE_CHECKING:
     from torch import Tensor
 
-_PROCESSOR = "preprocessor_config.json"
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 _KEYS = ("bytes", "image", "image_url", "path", "url")
 """Under which parts, and what is in them, name an image."""
 _MOST_PIXELS = 1 << 26
@@ -141,8 +141,11 @@ class ImageReader:
             raise ValueError(f"{folder}: {kind} reads no images; name a model that does (Qwen2.5-VL)")
         self.token_id: int = config["image_token_id"]
         """Of each token of an image."""
-        if not Path(folder, _PROCESSOR).is_file():
-            raise ValueError(f"{folder} holds no {_PROCESSOR}, which says how images are cut into patches")
+        if not any(Path(folder, name).is_file() for name in _PROCESSORS):
+            raise ValueError(
+                f"{folder} holds no {_PROCESSORS[0]}, which says how images are cut into patches; copy the file there "
+                "from the model that this one is made of"
+            )
         try:
             import PIL.Image
         except ImportError as error:

@@ -10,13 +10,18 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("psutil")
 np = pytest.importorskip("numpy")
+safetensors = pytest.importorskip("safetensors.torch")
 
 from dataclasses import replace
 
 from test_engine_protocol import CONTEXT, EOS, Replica, tensors_of
 
+from roll_async.inference.hf.adapters import add_adapters
+from roll_async.inference.hf.weights import WeightTargets
+from roll_async.inference.protocol import PauseMode
 from roll_async.prompts.images import ImageReader
-from roll_async.schema import Image
+from roll_async.schema import FinishReason, Image
+from roll_async.weight_sync.adapters import AdapterShape
 
 IMAGE, START, END = 500, 501, 502
 TOLERANCE = 1e-4
@@ -189,11 +194,37 @@ def test_images_that_do_not_fit_the_prompt_are_refused_and_the_engine_goes_on(re
     check(replica, request, answer)
 
 
+def test_a_pause_while_an_image_is_looked_at_ends_its_request_and_leaves_nothing_behind(replica, asked):
+    async def go():
+        tasks = replica.start(*(asked([11], noise(64, 64, i), [13], max_new_tokens=100) for i in range(4)))
+        await asyncio.sleep(0)  # they are admitted, and in the tower
+        await replica.engine.pause(PauseMode.ABORT)
+        assert all(task.done() and task.result().finish_reason is FinishReason.ABORT for task in tasks)
+        await replica.engine.resume()
+
+    replica.runner.run(go())
+    request = asked([11], noise(16, 16, 1), [13])
+    (answer,) = generate(replica, request)
+    check(replica, request, answer)
+    assert not replica.engine._feeder._shown
+
+
 def test_a_score_of_text_is_that_of_transformers(replica):
     row = [11, 12, 13, 14, 15]
     found = replica.runner.run(replica.engine.score(row))
     request = replica.request(row[:1])
     assert difference(found, reference(replica, "old", request, row[1:])) < TOLERANCE
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_saved_model_has_the_names_that_a_push_must_have_and_adapters_are_beside_its_layers(tmp_path, tied):
+    model = tiny_model(1, tied)
+    model.save_pretrained(tmp_path)
+    saved = safetensors.load_file(tmp_path / "model.safetensors")
+    assert WeightTargets(model, model.config.model_type).names == saved.keys()
+    halves = add_adapters(model, AdapterShape(rank=2, layers=("down_proj", "q_proj")))
+    layers = [f"model.layers.{i}.{name}.lora_" for i in range(2) for name in ("self_attn.q_proj", "mlp.down_proj")]
+    assert len(halves) == 8 and all(name.startswith(tuple(layers)) for name in halves), halves.keys()
 
 
 def hub_tensors(model):

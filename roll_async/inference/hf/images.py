@@ -18,9 +18,10 @@ from transformers.generation.continuous_batching.input_outputs import Continuous
 from roll_async.prompts.images import image_reader, laid_out
 from roll_async.schema import GenerateRequest
 
-Shown = tuple[Tensor, Tensor, Tensor]
+Shown = tuple[Tensor, Tensor, Tensor, int]
 """Of one request: [I,H] outputs of the vision tower; [T] which of them stands in the place of a token of the prompt, -1
-where none does; [3,T+1] where tokens of the prompt, and the first one after it, stand.
+where none does; [3,T] where the prompt's tokens stand; and how much farther than their number in the request those
+stand that are sampled after it.
 """
 
 
@@ -55,7 +56,8 @@ class ImageFeeder:
             torch.cuda.synchronize()  # the manager computes on a separate stream
         if len(outputs) != (wanted := sum(image.num_tokens for image in request.images)):
             raise ValueError(f"request {request.request_id}: {wanted} image tokens, and its images have {len(outputs)}")
-        return outputs, slots[:-1].to(device), axes.to(device)
+        beyond = int(axes[0, -1]) - len(request.prompt_token_ids)
+        return outputs.to(self._model.dtype), slots[:-1].to(device), axes[:, :-1].to(device), beyond
 
     def show(self, request_id: str, shown: Shown) -> None:
         """Call it before the request is added."""
@@ -71,17 +73,21 @@ class ImageFeeder:
             return None
         batch = self._manager().batch_processor
         assert batch is not None and isinstance(batch.inputs_and_outputs, ContinuousBatchingIOs)
-        embedded, positions = given["inputs_embeds"].clone(), given["position_ids"].expand(3, 1, -1).clone()
+        embedded, positions = given["inputs_embeds"][0], given["position_ids"].expand(3, 1, -1).clone()
         start = 0
         for request in batch.inputs_and_outputs.requests_in_batch:
-            end = start + request.query_length
+            count = request.query_length
             shown = self._shown.get(request.state.request_id)
             if shown is not None:
-                # Positions in the request: also of one that lost its cache and is read again from its first token.
-                at = given["position_ids"][0, start:end].long()
-                outputs, slots, axes = shown
-                positions[:, 0, start:end] = axes[:, at.clamp(max=len(slots))] + (at - len(slots)).clamp(min=0)
-                taken = torch.where(at < len(slots), slots[at.clamp(max=len(slots) - 1)], -1)
-                embedded[0, start:end][taken >= 0] = outputs[taken[taken >= 0]].to(embedded.dtype)
-            start = end
-        return inputs, {**given, "inputs_embeds": embedded, "position_ids": positions}
+                outputs, slots, axes, beyond = shown
+                # `position_offset` is already that of the next step. A request that lost its cache is read again from
+                # its first token, what it has sampled included.
+                first = request.state.position_offset - count
+                end = start + min(count, max(0, len(slots) - first))
+                if end > start:
+                    taken = slots[first : first + end - start]
+                    positions[:, 0, start:end] = axes[:, first : first + end - start]
+                    embedded[start:end][taken >= 0] = outputs[taken[taken >= 0]]
+                positions[:, 0, end : start + count] += beyond
+            start += count
+        return inputs, {**given, "position_ids": positions}
