@@ -473,6 +473,8 @@ class TrainBatch:
     teachers: tuple[str, ...] = ()
     """[B] name of the distillation teacher of each row, empty where the row has none; () = of a run without."""
     teacher_logprobs: Tensor | None = None  # [B,T] float32 that came with the samples, NaN where none did
+    images: tuple[tuple[Image, ...], ...] = ()
+    """[B] those of each row's prompt; () = no row has any."""
 
     @property
     def response_lengths(self) -> Tensor:

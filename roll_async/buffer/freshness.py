@@ -26,8 +26,10 @@ def length_bucket(length: int) -> int:
 
 
 def group_bytes(group: Group) -> int:
-    """Bytes of the token arrays of a group: ids and log-probs 4 each, loss mask 1, recorded experts 1 or 2 each."""
-    size = 4 * len(group.prompt.token_ids)
+    """Bytes of the token arrays of a group: ids and log-probs 4 each, loss mask 1, recorded experts 1 or 2 each; and of
+    the files of its images.
+    """
+    size = 4 * len(group.prompt.token_ids) + sum(len(image.data) for image in group.prompt.images)
     for sample in group.samples:
         shared = sample.prompt_token_ids is group.prompt.token_ids  # an equal array of its own takes memory again
         size += 9 * len(sample.response_token_ids) + (0 if shared else 4 * len(sample.prompt_token_ids))

@@ -1,8 +1,8 @@
 """One group as a JSON header and one block of bytes. No pickle, so that reading a foreign ledger cannot run code.
 
-Block: prompt ids, then per sample its prompt ids (absent when equal to the prompt's), response ids (int32), behaviour
-log-probs (float32), loss mask (1 byte per token), recorded experts (1 or 2 bytes each), log-probs of a teacher
-(float32). Sizes are in the header.
+Block: prompt ids, the files of the prompt's images, then per sample its prompt ids (absent when equal to the prompt's),
+response ids (int32), behaviour log-probs (float32), loss mask (1 byte per token), recorded experts (1 or 2 bytes each),
+log-probs of a teacher (float32). Sizes are in the header.
 """
 
 from __future__ import annotations
@@ -11,12 +11,24 @@ import json
 from array import array
 from dataclasses import asdict
 
-from roll_async.schema import ExpertRecord, FinishReason, Group, Outcome, Prompt, Reward, RewardStatus, Sample, Turn
+from roll_async.schema import (
+    ExpertRecord,
+    FinishReason,
+    Group,
+    Image,
+    Outcome,
+    Prompt,
+    Reward,
+    RewardStatus,
+    Sample,
+    Turn,
+)
 
 
 def encode_group(group: Group) -> tuple[str, bytes]:
     """(header, block)."""
-    prompt, parts, samples = group.prompt, [group.prompt.token_ids.tobytes()], []
+    prompt, samples = group.prompt, []
+    parts = [prompt.token_ids.tobytes(), *(image.data for image in prompt.images)]
     for sample in group.samples:
         own_prompt = sample.prompt_token_ids != prompt.token_ids
         if own_prompt:
@@ -52,6 +64,7 @@ def encode_group(group: Group) -> tuple[str, bytes]:
             "ground_truth": prompt.ground_truth,
             "text": prompt.text,
             "extra": dict(prompt.extra),
+            "images": [[len(image.data), *image.grid] for image in prompt.images],
         },
         "samples": samples,
         "admitted_version": group.admitted_version,
@@ -108,6 +121,9 @@ def decode_group(header: str, block: bytes) -> Group:
         ground_truth=stored["ground_truth"],
         text=stored["text"],
         extra=stored["extra"],
+        images=tuple(
+            Image(data=reader.raw(size), grid=(rows, columns)) for size, rows, columns in stored.get("images", ())
+        ),
     )
     samples = []
     for item in fields["samples"]:

@@ -28,6 +28,7 @@ from roll_async.checkpoint.hf_names.table import Family, Match, ModelShape, Tran
 from roll_async.checkpoint.hf_names.value_head import VALUE_HEAD, has_value_head, language_model
 from roll_async.checkpoint.lora import LoraAdapter, merged, write_adapter
 from roll_async.checkpoint.lora_targets import ADAPTER_HALVES, adapter_half
+from roll_async.checkpoint.tower import tower_shapes
 from roll_async.checkpoint.transforms import HeadLayout, to_hf, to_megatron
 
 _UP, _DOWN = ".adapter.up", ".adapter.down"
@@ -87,6 +88,8 @@ class _Model:
         """All parameters that a checkpoint of this config holds. A tied output layer is the embedding, a critic's is
         its value head; biases are in every layer or in none.
         """
+        if self.family.reads_images:
+            yield from map(self.family.match, tower_shapes(self.config))
         for match in self.family.parameters(self.shape):
             # The output layer and the value head have the same name in Megatron.
             if match.name != VALUE_HEAD.name:

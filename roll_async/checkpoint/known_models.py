@@ -27,6 +27,11 @@ def _qwen2(*sizes: int, vocabulary: int = 152064, tied: bool = False) -> dict[st
     return _dense("Qwen2ForCausalLM", sizes, vocabulary, tied)
 
 
+def _qwen2_5_vl(*sizes: int, vocabulary: int = 152064, tied: bool = False) -> dict[str, object]:
+    model = _dense("Qwen2_5_VLForConditionalGeneration", sizes, vocabulary, tied)
+    return {**model, "vision_config": {"hidden_size": 1280, "out_hidden_size": sizes[0]}}
+
+
 def _qwen3(*sizes: int, tied: bool = False) -> dict[str, object]:
     return _dense("Qwen3ForCausalLM", sizes, 151936, tied, head_dim=128)
 
@@ -70,6 +75,8 @@ _MODELS: Mapping[str, Mapping[str, object]] = {
     "Qwen2.5-14B": _qwen2(5120, 48, 40, 8, 13824),
     "Qwen2.5-32B": _qwen2(5120, 64, 40, 8, 27648),
     "Qwen2.5-72B": _qwen2(8192, 80, 64, 8, 29568),
+    "Qwen2.5-VL-3B": _qwen2_5_vl(2048, 36, 16, 2, 11008, vocabulary=151936, tied=True),
+    "Qwen2.5-VL-7B": _qwen2_5_vl(3584, 28, 28, 4, 18944),
     "Qwen3-0.6B": _qwen3(1024, 28, 16, 8, 3072, tied=True),
     "Qwen3-1.7B": _qwen3(2048, 28, 16, 8, 6144, tied=True),
     "Qwen3-4B": _qwen3(2560, 36, 32, 8, 9728, tied=True),

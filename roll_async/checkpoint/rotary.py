@@ -28,6 +28,8 @@ class Rotary:
     kind: str
     parameters: HfConfig
     """The config's section; the keys depend on `kind`."""
+    sections: tuple[int, ...] = ()
+    """Of the frequencies, how many turn with time, with height and with width; (): all with the one position."""
 
     @classmethod
     def of(cls, config: HfConfig, fraction: float = 1.0) -> Rotary:
@@ -38,6 +40,8 @@ class Rotary:
         if "full_attention" in nested:  # those of windowed layers beside it, see `local`
             nested = nested.section("full_attention")
         kind = nested.values.get("rope_type") or nested.values.get("type") or "default"  # `type` is the older name
+        if kind == "mrope":  # of older files, beside the sections
+            kind = "default"
         if kind not in KINDS:
             raise ValueError(f"{nested.source}: rope_type {kind!r} is not supported; supported: {', '.join(KINDS)}")
         return cls(
@@ -47,6 +51,7 @@ class Rotary:
             ),
             kind=str(kind),
             parameters=nested,
+            sections=nested.layers("mrope_section"),
         )
 
     @classmethod
@@ -69,6 +74,11 @@ class Rotary:
         """[D / 2] float32 angle per position; `context` is the model's max_position_embeddings."""
         import torch  # here: a check of a config reads this file, too
 
+        if self.sections and sum(self.sections) != dimensions // 2:
+            raise ValueError(
+                f"{self.parameters.source}: mrope_section={list(self.sections)} are not the {dimensions // 2} "
+                "frequencies of a head"
+            )
         exponents = torch.arange(0, dimensions, 2, dtype=torch.float32) / dimensions
         plain = 1.0 / (self.base**exponents)
         if self.kind == "default":

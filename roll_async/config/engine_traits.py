@@ -51,6 +51,8 @@ class EngineTraits:
     """Rows may be longer than the window of a model."""
     unserved: Mapping[str, str] = field(default_factory=dict)
     """Families of `checkpoint/hf_names` that it cannot serve, and why."""
+    unshown: str | None = None
+    """Why it serves no model that reads images; None = it does."""
     cpu_head_sizes: tuple[int, ...] | None = None
     """Of heads that its attention on CPU knows; None = any."""
     block_multiples: Mapping[str, int] = field(default_factory=dict)
@@ -72,6 +74,7 @@ ENGINE_TRAITS = {
         stages_on_cpu=False,
         max_adapter_rank=512,
         records_whole=False,
+        unshown="its processor of images wants torchvision, which does not import beside torch's CPU build",
         # vllm/v1/attention/backends/cpu_attn.py: get_supported_head_sizes
         cpu_head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
         # get_supported_kernel_block_sizes there, and of all its backends for attention with heads on CUDA
@@ -95,6 +98,7 @@ ENGINE_TRAITS = {
         }),
         stages_over_nodes=False,
         max_adapter_rank=0,
+        unshown="it is asked in tokens alone",
         unserved={"gpt_oss": "it takes the experts of a layer as one tensor, and a push has them one by one"},
     ),
     "hf_infer": EngineTraits(

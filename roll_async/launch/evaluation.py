@@ -126,6 +126,8 @@ class EndpointRunner:
         for key, data in config.validation.data.values():
             options = data_options(config, data)
             for row in read_rows(options.files, options.columns, BadRows()):
+                if row.images:
+                    raise ValueError(f"{row.where}: an image, and an address is asked in text; measure a model folder")
                 _, variables = self._chats.setdefault((row.row_id, row.text), (row.messages, data.template_kwargs))
                 if variables != data.template_kwargs:
                     message = f"row {row.row_id} is in another set with others, and an address is asked in one way"

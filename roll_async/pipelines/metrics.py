@@ -359,6 +359,7 @@ def sample_rows(
             "row_id": group.prompt.row_id,
             "domain": group.prompt.domain,
             "ground_truth": group.prompt.ground_truth,
+            "images": len(group.prompt.images),
             "score": None if sample.reward is None else sample.reward.score,
             "reward_metrics": {} if sample.reward is None else dict(sample.reward.metrics),
             "finish_reason": sample.finish_reason.value,

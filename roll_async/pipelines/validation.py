@@ -229,15 +229,15 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
-def _question(prompt: Prompt) -> tuple[str, bytes]:
+def _question(prompt: Prompt) -> tuple[object, ...]:
     """The same question in several rows (AIME 2024 as published for DAPO) is one question with more samples."""
     # The task of a world has no tokens: its row is its seed.
-    return prompt.domain, prompt.token_ids.tobytes() or prompt.row_id.encode()
+    return prompt.domain, prompt.token_ids.tobytes() or prompt.row_id, prompt.images
 
 
 def _of_part(part: Sequence[_Scored], num_drawn: int) -> dict[str, float]:
     """`num_drawn`: samples asked of the question with the fewest; n of avg@n."""
-    verdicts: dict[tuple[str, bytes], list[float]] = {}
+    verdicts: dict[tuple[object, ...], list[float]] = {}
     for prompt, _, reward in part:
         verdicts.setdefault(_question(prompt), []).append(accuracy(reward))
     means = [mean(of_prompt) for of_prompt in verdicts.values()]

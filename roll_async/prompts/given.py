@@ -15,12 +15,15 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from roll_async.config.schema import DataArguments, DpoConfig, SftConfig, SupervisedConfig
 from roll_async.prompts.end_marks import EndMarks
+from roll_async.prompts.images import image_reader, spread, taken_out
 from roll_async.prompts.rows import BadRows, files_of, read_records
-from roll_async.prompts.tokenizer import ChatEncoder, load_tokenizer, told
+from roll_async.prompts.tokenizer import ChatEncoder, load_tokenizer, told, without_mark
 from roll_async.prompts.turns import Turn, parse_turns
+from roll_async.schema import Image
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +36,8 @@ class GivenRow:
     """[T] int32."""
     mask: bytes
     """[T] 0 or 1: which of them are trained on."""
+    images: tuple[Image, ...] = ()
+    """In the order of their tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,14 +88,14 @@ def load_given(options: GivenOptions) -> list[GivenRow]:
     found: list[GivenRow] = []
     left_out = Counter[str]()
     encoder = _Encoder(options)
-    for where, record in _records(options):
+    for where, folder, record in _records(options):
         try:
             if not isinstance(record, dict):
                 raise ValueError(f"a row must be an object, got {type(record).__name__}")
             if options.min_score is not None and _score(record) < options.min_score:
                 left_out[f"below min_score {options.min_score:g}"] += 1
                 continue
-            rows = encoder.pair(record) if options.pairs else encoder.rows(record)
+            rows = encoder.pair(record, folder) if options.pairs else encoder.rows(record, folder)
             fitting = [_fitted(row, options) for row in rows]
         except ValueError as error:
             raise ValueError(f"{options.key}: {where}: {error}") from error
@@ -111,14 +116,17 @@ def digest_of(rows: Sequence[GivenRow]) -> str:
     content = hashlib.blake2b(digest_size=8)
     for row in rows:
         content.update(len(row.tokens).to_bytes(4, "little") + row.tokens.tobytes() + row.mask)
+        for image in row.images:
+            content.update(hashlib.blake2b(image.data).digest())
     return content.hexdigest()
 
 
-def _records(options: GivenOptions) -> Iterator[tuple[str, object]]:
+def _records(options: GivenOptions) -> Iterator[tuple[str, Path, object]]:
+    """(place, folder of the file, record)."""
     bad = BadRows(limit=0)
     for name in options.files:
         for file in files_of(name):
-            yield from read_records(file, bad)
+            yield from ((where, Path(file).parent, record) for where, record in read_records(file, bad))
 
 
 def _score(record: Mapping[str, object]) -> float:
@@ -138,7 +146,8 @@ def _fitted(row: GivenRow, options: GivenOptions) -> GivenRow | None:
             f"{len(row.tokens)} tokens, more than sequence_length {limit}; raise it, or set long_rows: cut or skip"
         )
     cut = GivenRow(row.tokens[:limit], row.mask[:limit])
-    return cut if options.long_rows == "cut" and any(cut.mask) else None
+    # A part of an image is none.
+    return cut if options.long_rows == "cut" and any(cut.mask) and not row.images else None
 
 
 class _Encoder:
@@ -154,22 +163,24 @@ class _Encoder:
         except ValueError as error:
             raise ValueError(f"{options.key.removesuffix('.file_name')}.template: {error}") from error
 
-    def rows(self, record: dict) -> list[GivenRow]:
+    def rows(self, record: dict, folder: Path) -> list[GivenRow]:
         """Of a chat or a sample."""
         if "response_token_ids" in record:
             return [_sample(record)]
         answer = record.get("completion", record.get("response"))
         turns = self._prompt(record) if answer is not None else _turns(record.get(self._options.messages))
-        return self._encoded([*turns, *_turns(answer or [], "assistant")], last=self._options.last_turn)
+        chat = taken_out([*turns, *_turns(answer or [], "assistant")], record.get("images"), folder)
+        return self._encoded(*chat, last=self._options.last_turn)
 
-    def pair(self, record: dict) -> list[GivenRow]:
+    def pair(self, record: dict, folder: Path) -> list[GivenRow]:
         """The chosen and the rejected answer of a prompt."""
         prompt = self._prompt(record)
         found = []
         for name in ("chosen", "rejected"):
             if not record.get(name):
                 raise ValueError(f"{name}: missing; a pair is {{prompt, chosen, rejected}}")
-            found += self._encoded([*prompt, *_turns(record[name], "assistant")], last=True, column=name)
+            chat = taken_out([*prompt, *_turns(record[name], "assistant")], record.get("images"), folder)
+            found += self._encoded(*chat, last=True, column=name)
         chosen, rejected = found
         if chosen.tokens == rejected.tokens:
             raise ValueError("rejected: the same as chosen: the pair compares nothing; take it out")
@@ -179,12 +190,27 @@ class _Encoder:
         turns = record.get(self._options.messages)
         return _turns(record.get(self._options.prompt) if turns is None else turns)
 
-    def _encoded(self, turns: list, *, last: bool, column: str = "messages") -> list[GivenRow]:
+    def _encoded(
+        self, turns: object, files: Sequence[bytes], *, last: bool, column: str = "messages"
+    ) -> list[GivenRow]:
+        """`files`: of the images that stand in the turns."""
         chat: tuple[Turn, ...] = parse_turns(turns, column, answered=True)
-        return [
-            GivenRow(array("i", tokens), bytes(mask))
-            for tokens, mask in self._chats.answered(chat, last=last, end=self._end)
-        ]
+        if not files:
+            return [
+                GivenRow(array("i", tokens), bytes(mask))
+                for tokens, mask in self._chats.answered(chat, last=last, end=self._end)
+            ]
+        reader = image_reader(self._options.tokenizer_folder)
+        images = tuple(map(reader.image, files))
+        # Else a text could say that an image stands in it.
+        chat = without_mark(chat, str(self._chats.tokenizer.convert_ids_to_tokens(reader.token_id)))
+        found = []
+        for tokens, mask in self._chats.answered(chat, last=last, end=self._end):
+            # A row of earlier turns alone has the first of them.
+            own = images[: tokens.count(reader.token_id)]
+            places = spread(tokens, own, reader.token_id)
+            found.append(GivenRow(array("i", [tokens[i] for i in places]), bytes(mask[i] for i in places), own))
+        return found
 
 
 def _turns(said: object, role: str = "user") -> list:

@@ -8,18 +8,20 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 
 from roll_async.config.schema import DataArguments, RLVRConfig
 from roll_async.config.schema_rollout import MATHS_RULES
 from roll_async.observe.thoughts import continuing, marks_of, thought_of
 from roll_async.prompts.end_marks import EndMarks
+from roll_async.prompts.images import ImageReader, image_reader, spread
 from roll_async.prompts.row_tools import tools_of_row
 from roll_async.prompts.rows import BadRows, Columns, Row, content_digest, final_number, read_rows
 from roll_async.prompts.teachers import teacher_of
-from roll_async.prompts.tokenizer import ChatEncoder, EncodedChat, load_tokenizer, told
+from roll_async.prompts.tokenizer import ChatEncoder, EncodedChat, load_tokenizer, told, without_mark
 from roll_async.prompts.turns import Turn
-from roll_async.schema import Prompt
+from roll_async.schema import Image, Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +31,11 @@ _CHUNK_ROWS = 512
 """Rows rendered and tokenised together, and handed to a worker process as one task."""
 
 Chats = list[tuple[Turn, ...]]
+EncodedRow = tuple[list[int], str, tuple[Image, ...]]
+"""`EncodedChat` with every token of its images, and these."""
+Files = list[tuple[bytes, ...]]
+Rendered = list[EncodedRow | str]
+Renderer = Callable[[Chats, list[str | None], Files], Rendered]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,6 +128,11 @@ def _load(options: DataOptions, every_domain: bool) -> dict[str, list[Prompt]]:
 
     def routed() -> Iterator[tuple[Row, str]]:
         for row in read_rows(options.files, options.columns, bad):
+            if row.images:
+                try:
+                    image_reader(options.tokenizer_folder)
+                except ValueError as error:  # no row with an image can be read
+                    raise ValueError(f"{row.where}: an image: {error}") from error
             domain = domain_of(row, options.domains, options.styles)
             if domain is None:
                 unrouted[row.tag] += 1
@@ -138,7 +150,7 @@ def _load(options: DataOptions, every_domain: bool) -> dict[str, list[Prompt]]:
         if isinstance(chat, str) or not chat[0]:
             bad.add(f"{row.where}: {chat if isinstance(chat, str) else 'the prompt is empty'}")
             continue
-        ids, thought = chat
+        ids, thought, images = chat
         try:
             is_trained = domain in options.supervised
             answer = answers.ids(row.ground_truth, thought) if answers is not None and is_trained else None
@@ -150,7 +162,7 @@ def _load(options: DataOptions, every_domain: bool) -> dict[str, list[Prompt]]:
         elif answer is not None and len(answer) > options.response_length:
             answers_too_long += 1
         else:
-            by_domain[domain].append(_prompt(row, domain, ids, thought, answer))
+            by_domain[domain].append(_prompt(row, domain, chat, answer))
     for problem in bad.problems:
         logger.warning("skipped %s", problem)
     kept = sum(map(len, by_domain.values()))
@@ -232,7 +244,8 @@ class _Answers:
         return ids
 
 
-def _prompt(row: Row, domain: str, ids: Sequence[int], thought: str, answer: array | None) -> Prompt:
+def _prompt(row: Row, domain: str, chat: EncodedRow, answer: array | None) -> Prompt:
+    ids, thought, images = chat
     return Prompt(
         row_id=row.row_id,
         token_ids=array("i", ids),
@@ -242,7 +255,8 @@ def _prompt(row: Row, domain: str, ids: Sequence[int], thought: str, answer: arr
         text=row.text,
         extra=row.extra,
         answer_ids=answer,
-        content=content_digest(row.messages, row.ground_truth, row.extra),
+        content=content_digest(row.messages, row.ground_truth, row.extra, row.images),
+        images=images,
     )
 
 
@@ -253,29 +267,54 @@ def _unrouted(tags: Counter[str]) -> str:
     return f"{tags.total()} whose tag belongs to no domain ({named})"
 
 
-def _encoder(options: DataOptions) -> ChatEncoder:
-    tokenizer = load_tokenizer(options.tokenizer_folder)
-    return ChatEncoder(
-        told(tokenizer, options.template, options.template_time, options.template_kwargs), options.template
+def _renderer(options: DataOptions) -> Renderer:
+    tokenizer = told(
+        load_tokenizer(options.tokenizer_folder), options.template, options.template_time, options.template_kwargs
     )
+    return partial(_rendered, ChatEncoder(tokenizer, options.template), options.tokenizer_folder)
+
+
+def _rendered(encoder: ChatEncoder, folder: str, chats: Chats, references: list[str | None], images: Files) -> Rendered:
+    """As `ChatEncoder.render`, or why an image cannot be read. `images`: of each chat."""
+    if not any(images):
+        return [chat if isinstance(chat, str) else (*chat, ()) for chat in encoder.render(chats, references)]
+    reader = image_reader(folder)
+    # Else a text could say that an image stands in it.
+    mark = str(encoder.tokenizer.convert_ids_to_tokens(reader.token_id))
+    chats = [without_mark(chat, mark) if files else chat for chat, files in zip(chats, images, strict=True)]
+    rendered: Rendered = []
+    for chat, files in zip(encoder.render(chats, references), images, strict=True):
+        try:
+            rendered.append(chat if isinstance(chat, str) else _with_images(chat, files, reader))
+        except ValueError as error:
+            rendered.append(str(error))
+    return rendered
+
+
+def _with_images(chat: EncodedChat, files: Sequence[bytes], reader: ImageReader) -> EncodedRow:
+    ids, thought = chat
+    images = tuple(map(reader.image, files))
+    if images:
+        ids = [ids[place] for place in spread(ids, images, reader.token_id)]
+    return ids, thought, images
 
 
 def _tokenised(
     rows: Iterable[tuple[Row, str]], options: DataOptions
-) -> Iterator[tuple[tuple[Row, str], EncodedChat | str]]:
+) -> Iterator[tuple[tuple[Row, str], EncodedRow | str]]:
     """Every row with its prompt or the reason it has none, in order."""
     chunks = _chunks(rows)
     if options.num_workers == 1:
-        renderer = _encoder(options)
+        render = _renderer(options)
         for chunk in chunks:
-            yield from zip(chunk, renderer.render(*_chats(chunk, options)), strict=True)
+            yield from zip(chunk, render(*_chats(chunk, options)), strict=True)
         return
     yield from _tokenised_in_processes(chunks, options)
 
 
 def _tokenised_in_processes(
     chunks: Iterator[list[tuple[Row, str]]], options: DataOptions
-) -> Iterator[tuple[tuple[Row, str], EncodedChat | str]]:
+) -> Iterator[tuple[tuple[Row, str], EncodedRow | str]]:
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import get_context
 
@@ -287,7 +326,7 @@ def _tokenised_in_processes(
         initializer=_start_worker,
         initargs=(replace(options, checks={}),),  # which a process need not be able to import
     ) as pool:
-        _encoder(options)  # its errors are readable here
+        _renderer(options)  # its errors are readable here
         under_way = []
         for chunk in chunks:
             under_way.append((chunk, pool.submit(_render, *_chats(chunk, options))))
@@ -304,20 +343,20 @@ def _chunks(rows: Iterable[tuple[Row, str]]) -> Iterator[list[tuple[Row, str]]]:
         yield chunk
 
 
-def _chats(chunk: Sequence[tuple[Row, str]], options: DataOptions) -> tuple[Chats, list[str | None]]:
-    """Chats, and of supervised ones the answers."""
+def _chats(chunk: Sequence[tuple[Row, str]], options: DataOptions) -> tuple[Chats, list[str | None], Files]:
+    """Chats, of supervised ones the answers, and the files of their images."""
     trained = [row.ground_truth if domain in options.supervised else None for row, domain in chunk]
-    return [row.messages for row, _ in chunk], trained
+    return [row.messages for row, _ in chunk], trained, [row.images for row, _ in chunk]
 
 
-_worker_renderer: ChatEncoder | None = None  # of this process, so that no task carries a tokenizer
+_worker_renderer: Renderer | None = None  # of this process, so that no task carries a tokenizer
 
 
 def _start_worker(options: DataOptions) -> None:
     global _worker_renderer
-    _worker_renderer = _encoder(options)
+    _worker_renderer = _renderer(options)
 
 
-def _render(chats: Chats, references: list[str | None]) -> list[EncodedChat | str]:
+def _render(chats: Chats, references: list[str | None], images: Files) -> Rendered:
     assert _worker_renderer is not None
-    return _worker_renderer.render(chats, references)
+    return _worker_renderer(chats, references, images)

@@ -12,9 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from roll_async.prompts.turns import Turn, parse_turns
+from roll_async.prompts.images import taken_out
+from roll_async.prompts.turns import Turn, parse_turns, text_of
 
 MAX_BAD_ROWS = 100
+_IMAGES = "images"
+"""Column of verl's rows."""
 _ORIGINS = {
     "gsm8k": "it is the GSM8K file of openai/grade-school-math (grade_school_math/data); put it there or pass its "
     "place as an override",
@@ -75,17 +78,24 @@ class Row:
     """`reward_model.style` of verl's schema: rule, model, ..."""
     extra: Mapping[str, str] = field(default_factory=dict)
     """The columns nothing else uses: text as it is, everything else as JSON. Reward functions read them."""
+    images: tuple[bytes, ...] = field(default=(), repr=False)
+    """Files of the images in the messages, in their order."""
 
     @property
     def text(self) -> str:
         """The last turn, which is the question or what a tool says."""
-        return str(self.messages[-1]["content"])
+        return text_of(self.messages[-1])
 
 
-def content_digest(messages: Sequence[Turn], ground_truth: str, extra: Mapping[str, str]) -> str:
-    """What a row says, whatever file it is in and however it is rendered: 16 hexadecimal digits."""
+def content_digest(
+    messages: Sequence[Turn], ground_truth: str, extra: Mapping[str, str], images: Sequence[bytes] = ()
+) -> str:
+    """What a row says and shows, whatever file it is in and however it is rendered: 16 hexadecimal digits."""
     said = json.dumps([list(map(dict, messages)), ground_truth, dict(extra)], sort_keys=True, ensure_ascii=True)
-    return hashlib.blake2b(said.encode(), digest_size=8).hexdigest()
+    digest = hashlib.blake2b(said.encode(), digest_size=8)
+    for image in images:
+        digest.update(len(image).to_bytes(8, "little") + image)
+    return digest.hexdigest()
 
 
 class BadRows:
@@ -107,7 +117,7 @@ def read_rows(files: Sequence[str], columns: Columns, bad: BadRows) -> Iterator[
     for name in files:
         for where, record in read_records(name, bad):
             try:
-                yield _row(record, columns, where)
+                yield _row(record, columns, where, Path(name).parent)
             except (KeyError, TypeError, ValueError) as error:
                 bad.add(f"{where}: {_say(error)}")
 
@@ -193,17 +203,19 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, object]]:
         raise ValueError(f"{path}: not readable as parquet after row {number}: {error}") from error
 
 
-def _row(record: object, columns: Columns, where: str) -> Row:
+def _row(record: object, columns: Columns, where: str, folder: Path) -> Row:
     if not isinstance(record, dict):
         raise TypeError(f"a row must be an object, got {type(record).__name__}")
     source, tag = record.get("data_source"), record.get(columns.tag)
     style = _nested(record, "reward_model", "style")
+    messages, images = _messages(record, columns, folder)
     return Row(
         where=where,
         row_id=_row_id(record, columns, where),
         tag=str(source or "") if tag is None else str(tag),
         style="" if style is None else str(style),
-        messages=_messages(record, columns),
+        messages=messages,
+        images=images,
         ground_truth=_ground_truth(record, columns),
         extra=_extra(record, columns),
     )
@@ -221,7 +233,8 @@ def _row_id(record: dict, columns: Columns, where: str) -> str:
     return "/".join(str(part) for part in parts if part not in (None, ""))
 
 
-def _messages(record: dict, columns: Columns) -> tuple[Turn, ...]:
+def _messages(record: dict, columns: Columns, folder: Path) -> tuple[tuple[Turn, ...], tuple[bytes, ...]]:
+    """The chat, and the files of its images."""
     if columns.prompt is not None:
         name, turns = columns.prompt, record[columns.prompt]
     elif columns.messages is not None and record.get(columns.messages) is not None:
@@ -233,7 +246,8 @@ def _messages(record: dict, columns: Columns) -> tuple[Turn, ...]:
         raise KeyError(columns.messages)
     if isinstance(turns, str):
         turns = [{"role": "user", "content": turns}]
-    return parse_turns(turns, name)
+    turns, images = taken_out(turns, record.get(_IMAGES), folder)
+    return parse_turns(turns, name), images
 
 
 def _ground_truth(record: dict, columns: Columns) -> str:
@@ -255,6 +269,8 @@ def final_number(ground_truth: str) -> str:
 
 def _extra(record: dict, columns: Columns) -> dict[str, str]:
     used = {columns.id, columns.tag, columns.ground_truth, columns.messages, columns.prompt, "prompt", "reward_model"}
+    if isinstance(record.get(_IMAGES), list):
+        used.add(_IMAGES)
     return {name: _text(value) for name, value in record.items() if name not in used and value is not None}
 
 

@@ -15,7 +15,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from roll_async.observe.thoughts import holds_thought, marks_of, opening_at_end, with_thought_closed
-from roll_async.prompts.turns import Form, Turn, forms_for, keeps_thoughts, marked
+from roll_async.prompts.turns import Form, Turn, forms_for, keeps_thoughts, marked, with_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -211,6 +211,11 @@ def without_marks(text: str, marks: Collection[str]) -> str:
     return "".join(kept)
 
 
+def without_mark(chat: Sequence[Turn], mark: str) -> tuple[Turn, ...]:
+    """The chat, whose contents' texts do not say the mark."""
+    return tuple(with_texts(turn, lambda _, text: without_marks(text, (mark,))) for turn in chat)
+
+
 class Opening:
     """What a tokenizer puts before each text: the beginning-of-sequence token in most families that have one."""
 
@@ -276,7 +281,7 @@ class ChatEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str) -> None:
         if template not in TEMPLATES:
             raise ValueError(f"template {template!r} is not one of {' | '.join(TEMPLATES)}")
-        self._tokenizer, self._template, self._opening = tokenizer, TEMPLATES[template], Opening(tokenizer)
+        self.tokenizer, self._template, self._opening = tokenizer, TEMPLATES[template], Opening(tokenizer)
         self._marks = marks_of(tokenizer)
         if self._template is None and tokenizer.chat_template is None:
             raise ValueError("template native: this tokenizer has no chat template; choose chatml or base")
@@ -295,7 +300,7 @@ class ChatEncoder:
             if not refused and reference is not None and not holds_thought(reference, self._marks):
                 texts[number] = with_thought_closed(text, self._marks), False
         good = [text for text, refused in texts if not refused]
-        encoded = iter(self._tokenizer(good, add_special_tokens=False)["input_ids"] if good else [])
+        encoded = iter(self.tokenizer(good, add_special_tokens=False)["input_ids"] if good else [])
         return [
             text if refused else ([*self._opening.before(text), *next(encoded)], opening_at_end(text, self._marks))
             for text, refused in texts
@@ -307,7 +312,7 @@ class ChatEncoder:
         `last`: the last answer alone is trained on. `end`: the token that ends an answer. What follows the last answer
         is left out. Raises ValueError for a chat that the template refuses.
         """
-        mark = "" if end is None else self._tokenizer.convert_ids_to_tokens(end)
+        mark = "" if end is None else self.tokenizer.convert_ids_to_tokens(end)
         answers = [index for index, turn in enumerate(chat) if turn["role"] == "assistant"]
         found: list[tuple[list[int], list[bool]]] = []
         said = ""
@@ -332,7 +337,7 @@ class ChatEncoder:
         return found
 
     def _tokens(self, text: str) -> list[int]:
-        return self._tokenizer(text, add_special_tokens=False)["input_ids"] if text else []  # type: ignore[return-value]
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []  # type: ignore[return-value]
 
     def _said(self, chat: Sequence[Turn], *, answered: bool = False) -> str:
         if not chat:
@@ -379,7 +384,7 @@ class ChatEncoder:
         from jinja2 import TemplateError
 
         try:
-            text = self._tokenizer.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 chat,  # type: ignore[arg-type]
                 chat_template=self._template,
                 add_generation_prompt=not answered,

@@ -14,10 +14,14 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 Turn = Mapping[str, object]
+IMAGE = "<image>"
+"""Where texts of verl's rows have one of the column `images`, and what people and judges read in its place."""
+IMAGE_PART = {"type": "image"}
+"""In the place of an image whose file was taken out of the chat: templates ask for no more."""
 
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Names under which servers return a thought; rows keep the first."""
@@ -31,9 +35,9 @@ _MARK = "roll{}said"  # letters and digits: no template changes them, whatever i
 
 
 def parse_turns(turns: object, column: str, *, answered: bool = False) -> tuple[Turn, ...]:
-    """The chat of a row, its arguments as JSON text and its contents as plain text. Raises ValueError, with key and
-    remedy, for what is no chat and for what a turn says that could not be kept. `answered`: it is trained on as it is;
-    else it ends before an answer.
+    """The chat of a row, its arguments as JSON text and its contents as plain text, beside images (`IMAGE_PART`, as
+    `images.py: taken_out` leaves them) as parts. Raises ValueError, with key and remedy, for what is no chat and for
+    what a turn says that could not be kept. `answered`: it is trained on as it is; else it ends before an answer.
     """
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
         raise ValueError(f"{column}: the chat must be a non-empty list of {{role: text, content: text}}")
@@ -84,16 +88,35 @@ def _string(value: object, key: str) -> str:
     return value
 
 
-def _text(content: object, key: str) -> str:
-    """Of a string, or of a list of text parts."""
+def _text(content: object, key: str) -> str | list[dict[str, str]]:
+    """Of a string, or of a list of text parts; with images among them, the parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise ValueError(f"{key}: {content!r:.60} is no text; write a string or a list of parts of type text")
     for index, part in enumerate(content):
-        if not isinstance(part, dict) or part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
+        is_text = isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)
+        if not is_text and part is not IMAGE_PART:  # an equal one of the row's own has no file
             raise ValueError(f"{key}.{index}: {part!r:.60} is no part of type text; write content: text alone")
+    if any("text" not in part for part in content):
+        return [{"type": "text", "text": part["text"]} if "text" in part else part for part in content]
     return "".join(part["text"] for part in content)
+
+
+def text_of(turn: Turn) -> str:
+    """What a turn says, with `IMAGE` where one stands."""
+    content = turn["content"]
+    return "".join(part.get("text", IMAGE) for part in content) if isinstance(content, list) else str(content)
+
+
+def with_texts(turn: Turn, change: Callable[[str, str], object]) -> dict[str, object]:
+    """The turn with `change(key, text)` in the place of each text of its content."""
+    content = turn["content"]
+    if not isinstance(content, list):
+        return {**turn, "content": change("content", str(content))}
+    parts = enumerate(content)
+    changed = [{**part, "text": change(f"content.{i}", part["text"])} if "text" in part else part for i, part in parts]
+    return {**turn, "content": changed}
 
 
 def _calls(calls: object, key: str) -> list[dict[str, object]]:
@@ -144,7 +167,7 @@ class Form:
             found["role"] = self.developer
         if self.content_may_be_null and _is_silent(turn):
             found["content"] = None
-        elif self.content_as_parts:
+        elif self.content_as_parts and isinstance(turn["content"], str):
             found["content"] = [{"type": "text", "text": turn["content"]}]
         if (thought := found.pop(_THOUGHTS[0], None)) is not None:
             found[self.thought] = thought
@@ -213,7 +236,7 @@ def marked(chat: Sequence[Turn], *, thoughts: bool) -> tuple[list[Turn], dict[st
 
     found: list[Turn] = []
     for index, turn in enumerate(chat):
-        shape = {**turn, "content": mark(f"{index}.content", turn["content"])}
+        shape = with_texts(turn, lambda key, text, index=index: mark(f"{index}.{key}", text))
         if _THOUGHTS[0] in turn:
             shape[_THOUGHTS[0]] = mark(f"{index}.{_THOUGHTS[0]}", turn[_THOUGHTS[0]]) if thoughts else "thought"
         if calls := _calls_of(turn):

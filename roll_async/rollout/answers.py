@@ -95,6 +95,7 @@ class AnswerRunner:
                 prompt_token_ids=path,
                 sampling=replace(sampling, max_new_tokens=left),
                 recorded_positions=tree.recorded_positions(end),
+                images=prompt.images,
             )
             answer.open_requests.add(turn.request_id)
             try:

@@ -80,6 +80,7 @@ def collate(
             if teachers
         ),
         teacher_logprobs=_taught(rows, responded) if teachers else None,
+        images=tuple(g.prompt.images for g, _ in samples) if any(g.prompt.images for g in groups) else (),
     )
 
 

@@ -5,6 +5,7 @@ rows, T positions.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -21,7 +22,8 @@ def taught_by(batch: TrainBatch, teacher: str) -> Tensor:
 
 def chosen_rows(rows: TokenRows, own: Tensor) -> TokenRows:
     """The rows where `own` [B] is True, at the width of all."""
-    return TokenRows(tokens=rows.tokens[own], lengths=rows.lengths[own], mask=rows.mask[own])
+    images = tuple(compress(rows.images, own.tolist()))
+    return TokenRows(tokens=rows.tokens[own], lengths=rows.lengths[own], mask=rows.mask[own], images=images)
 
 
 def merged_logprobs(batch: TrainBatch, scored: Iterable[tuple[Tensor, Tensor | None]]) -> Tensor | None:

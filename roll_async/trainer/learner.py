@@ -160,7 +160,7 @@ class Learner:
             unscored=set(options.loss_parts),
             teachers=options.teachers,
         )
-        rows = TokenRows(tokens=batch.tokens, lengths=batch.lengths, mask=batch.mask)
+        rows = TokenRows(tokens=batch.tokens, lengths=batch.lengths, mask=batch.mask, images=batch.images)
         started = loop.time()
         (proximal, reference, teacher, values, squares), score_wait_s = await self._scores(batch, rows)
         scored = loop.time()
@@ -178,7 +178,12 @@ class Learner:
         if parts.critic is not None:
             assert values is not None
             value_rows = ValueRows(
-                tokens=batch.tokens, lengths=batch.lengths, mask=batch.mask, old_values=values, returns=signal.returns
+                tokens=batch.tokens,
+                lengths=batch.lengths,
+                mask=batch.mask,
+                old_values=values,
+                returns=signal.returns,
+                images=batch.images,
             )
             update_values = partial(parts.critic.update_values, value_rows, step)
         actor_learns = parts.critic is None or step > self._algorithm.critic_warmup
@@ -494,6 +499,7 @@ class Learner:
             segment_ids=segments,
             selection=selection,
             experts=self._replayed(batch),
+            images=batch.images,
         )
         return rows, metrics
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from roll_async.algorithms.objective import PreferenceOptions
-    from roll_async.schema import ExpertRows
+    from roll_async.schema import ExpertRows, Image
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +25,8 @@ class TokenRows:
     mask: Tensor  # [B,T] bool, where a log-prob is wanted
     experts: ExpertRows | None = None
     """Choice of experts to replay; None = the model's own."""
+    images: tuple[tuple[Image, ...], ...] = ()
+    """[B] of each row; () = no row has any."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +53,8 @@ class PolicyRows:
     kept: Tensor | None = None  # [B] bool, rows whose entropies are asked for; None = nobody asks
     experts: ExpertRows | None = None
     """Choice of experts to replay; None = the model's own."""
+    images: tuple[tuple[Image, ...], ...] = ()
+    """[B] of each row; () = no row has any."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +83,8 @@ class ValueRows:
     mask: Tensor  # [B,T] bool
     old_values: Tensor  # [B,T] float32
     returns: Tensor  # [B,T] float32
+    images: tuple[tuple[Image, ...], ...] = ()
+    """[B] of each row; () = no row has any."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -105,6 +105,7 @@ class SupervisedLearner:
             tokens=given.tokens,
             lengths=given.lengths,
             mask=given.mask,
+            images=given.images,
             preference=self._preference,
             ref_logprobs=None if self._reference is None else self._reference[numbers],
         )
@@ -163,4 +164,6 @@ def _tensors(rows: Sequence[GivenRow]) -> TokenRows:
     tokens = pad_sequence([torch.tensor(row.tokens) for row in rows], batch_first=True).long()
     mask = pad_sequence([torch.tensor(list(row.mask), dtype=torch.bool) for row in rows], batch_first=True)
     mask[:, 0] = False
-    return TokenRows(tokens=tokens, lengths=torch.tensor([len(row.tokens) for row in rows]), mask=mask)
+    lengths = torch.tensor([len(row.tokens) for row in rows])
+    images = tuple(row.images for row in rows) if any(row.images for row in rows) else ()
+    return TokenRows(tokens=tokens, lengths=lengths, mask=mask, images=images)

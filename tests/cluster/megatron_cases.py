@@ -610,3 +610,24 @@ def given_steps(rank, world_size, port, settings, preference=None, steps=3):
     found = [worker.update_given(share, step) for step in range(1, steps + 1)]
     worker.stop()
     return found
+
+
+def steps_with_one_image(rank, world_size, port, settings):
+    """Metrics of two steps on rows of which one has an image, and the names of tensors that they moved."""
+    worker = start_worker(rank, world_size, port, settings)
+    _, policy = rank_side.batch(VOCABULARY, reader=rank_side.image_reader(settings.model_folder))
+    # Image tokens of the other rows are text then.
+    policy = replace(policy, images=tuple(seen if row == 1 else () for row, seen in enumerate(policy.images)))
+    before = {name: tensor.clone() for name, tensor in worker.export_named_tensors()}
+    steps = [worker.update_policy(policy, step) for step in (1, 2)]
+    moved = {name for name, tensor in worker.export_named_tensors() if not torch.equal(tensor, before[name])}
+    worker.stop()
+    return steps, moved
+
+
+def engine_layers(rank, world_size, port, folder):
+    """Build a model as where Transformer Engine is installed."""
+    from roll_async.trainer.megatron.model import layer_spec, model
+
+    model.choose_layers = lambda implementation, *, adapters=False: layer_spec.LayerChoice.ENGINE_ATTENTION
+    start_worker(rank, world_size, port, settings_of(folder))

@@ -8,9 +8,14 @@ from pathlib import Path
 
 
 class HfConfig:
-    """One config.json. `source` names the file in errors."""
+    """One config.json. `source` names the file in errors. That of a model which also reads images is read as its
+    language model's: newer files keep those sizes in a section of their own, older ones at the top.
+    """
 
     def __init__(self, values: Mapping[str, object], source: str) -> None:
+        inner = values.get("text_config")
+        if isinstance(inner, Mapping):
+            values = {**inner, **{key: value for key, value in values.items() if value is not None}}
         self.values, self.source = values, source
 
     def __contains__(self, key: str) -> bool:
@@ -38,10 +43,10 @@ class HfConfig:
         return value
 
     def layers(self, key: str) -> tuple[int, ...]:
-        """A list of layer numbers; absent is none."""
+        """A list of integers, mostly layer numbers; absent is none."""
         value = self._first((key,), [])
         if not isinstance(value, list) or any(not isinstance(x, int) for x in value):
-            raise ValueError(f"{self.source}: {key} is {value!r}, expected a list of layer numbers")
+            raise ValueError(f"{self.source}: {key} is {value!r}, expected a list of integers")
         return tuple(value)
 
     def section(self, *keys: str) -> HfConfig:

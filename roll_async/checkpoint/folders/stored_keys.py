@@ -51,8 +51,8 @@ def extra_states(stored: StoredKey) -> list[str]:
     them). Megatron does not load a checkpoint without them.
     """
     module, _, kind = stored.key.rpartition(".")
-    # Embedding, output layer and router are not modules of Transformer Engine.
-    if kind not in ("weight", "layer_norm_weight") or re.search(r"embedding|output_layer|router", module):
+    # Embedding, output layer, router and tower are not modules of Transformer Engine.
+    if kind not in ("weight", "layer_norm_weight") or re.search(r"embedding|output_layer|router|^visual", module):
         return []
     modules = [module]
     # Attention itself has a state but no weight: it is named with the layer after it.

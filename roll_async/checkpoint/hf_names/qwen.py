@@ -1,5 +1,5 @@
 """Qwen's dense families: Qwen2 and Qwen2.5 have biases on queries, keys and values, Qwen3 normalises queries and keys
-instead.
+instead. Qwen2.5-VL is Qwen2 with a tower for images.
 """
 
 from __future__ import annotations
@@ -25,6 +25,14 @@ FAMILIES = (
         rows=(*EMBEDDING, *NORMS, *ATTENTION, *QKV_BIAS, *MLP),
         fields=_qwen2_fields,
         tiny={"qwen2 tied": {"tie_word_embeddings": True}, "qwen2.5 yarn": {"rope_parameters": YARN}},
+    ),
+    Family(
+        name="qwen2_5_vl",
+        architectures=("Qwen2_5_VLForConditionalGeneration",),
+        rows=(*EMBEDDING, *NORMS, *ATTENTION, *QKV_BIAS, *MLP),
+        fields=_qwen2_fields,
+        reads_images=True,
+        tiny={"qwen2.5-vl": {}, "qwen2.5-vl tied": {"tie_word_embeddings": True}},
     ),
     Family(
         name="qwen3",

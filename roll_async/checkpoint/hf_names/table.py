@@ -20,6 +20,9 @@ from roll_async.checkpoint.folders.hf_config import HfConfig
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 """Of small models."""
 
+TOWER = "visual."
+"""Names of a tower's parameters begin with it."""
+
 
 class Transform(Enum):
     """How HF tensors become one Megatron tensor."""
@@ -138,6 +141,8 @@ class Family:
     tiny: Mapping[str, Mapping[str, object]]
     """Small models of the family that its certificate is made with: what each has in config.json beyond the sizes of
     all. Together they have every part that the family may have."""
+    reads_images: bool = False
+    """Images go through a tower (`checkpoint/tower.py`), whose parameters have the same names on both sides."""
     unused: tuple[str, ...] = ()
     """Patterns of HF names that files may hold and no Megatron parameter needs; `{n}` is the number of layers."""
 
@@ -153,6 +158,8 @@ class Family:
                 if found:
                     numbers = {key: int(value) for key, value in found.groupdict().items()}
                     return _match(row, numbers.get("i"), numbers.get("e"))
+        if self.reads_images and megatron_name.startswith(TOWER):
+            return _match(ParameterRow(megatron=megatron_name, hf=(megatron_name,)), None, None)
         raise ValueError(
             f"{self.name}: no Hugging Face name for the Megatron parameter {megatron_name!r}; add a row to hf_names"
         )

@@ -6,9 +6,12 @@ state. A reward model of transformers reads the same row at the last position on
 
 from __future__ import annotations
 
+import re
+
 from roll_async.checkpoint.hf_names.table import Match, ParameterRow
 
 _LANGUAGE_MODEL, _WITH_HEAD = "ForCausalLM", "ForSequenceClassification"
+_READS_IMAGES = "ForConditionalGeneration"
 
 VALUE_HEAD = Match(
     row=ParameterRow(megatron="output_layer.weight", hf=("score.weight",)),
@@ -22,7 +25,8 @@ VALUE_HEAD = Match(
 
 def language_model(architecture: str) -> str:
     """The architecture with an output layer that has the same decoder."""
-    return architecture.replace(_WITH_HEAD, _LANGUAGE_MODEL)
+    ending = _READS_IMAGES if architecture.removesuffix(_WITH_HEAD).endswith("_VL") else _LANGUAGE_MODEL
+    return architecture.replace(_WITH_HEAD, ending)
 
 
 def has_value_head(architecture: str) -> bool:
@@ -32,5 +36,5 @@ def has_value_head(architecture: str) -> bool:
 
 def as_critic(config: dict) -> dict:
     """config.json of the model with the head in the place of its output layer."""
-    names = [name.replace(_LANGUAGE_MODEL, _WITH_HEAD) for name in config["architectures"]]
+    names = [re.sub(f"({_LANGUAGE_MODEL}|{_READS_IMAGES})$", _WITH_HEAD, name) for name in config["architectures"]]
     return {**config, "architectures": names, "id2label": {"0": "value"}, "label2id": {"value": 0}}

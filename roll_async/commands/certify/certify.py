@@ -87,7 +87,7 @@ def _family(model: str) -> Family:
         return described_family(HfConfig(read_json(file), str(file)))
     if Path(model).is_dir():
         raise ValueError(f"{model} has no config.json; name a family, or a folder with a model")
-    if model.endswith("ForCausalLM"):
+    if model.endswith(("ForCausalLM", "ForConditionalGeneration")):
         return family_of(model)
     near = closest(model, list(named))
     raise ValueError(

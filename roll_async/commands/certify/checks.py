@@ -24,8 +24,11 @@ from roll_async.commands.certify.rank_side import (
     ROWS,
     WIDTH,
     LayoutReport,
+    image_reader,
+    look,
     measure,
     train_adapters,
+    transformers_gradients,
     transformers_logprobs,
 )
 from roll_async.commands.certify.rounding import FLOAT32, SURE, Bounds, apart
@@ -43,6 +46,9 @@ TINY: Mapping[str, object] = {
     "bos_token_id": None, "eos_token_id": 2, "tie_word_embeddings": False, "dtype": "float32",
 }  # fmt: skip
 """Sizes of all small models."""
+_PROCESSOR: Mapping[str, Any] = {
+    "patch_size": 4, "temporal_patch_size": 2, "merge_size": 2, "size": {"shortest_edge": 64, "longest_edge": 4096},
+}  # fmt: skip
 _BOUNDS = Bounds(layers=4, hidden=64, inner=96, length=WIDTH, rows=ROWS)
 LAYOUTS: Mapping[str, ParallelSizes] = {
     "1 rank": ParallelSizes(),
@@ -73,11 +79,16 @@ def save_tiny(family: Family, shape: str, folder: Path, **sizes: int) -> torch.n
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    kind = family.architectures[0].removesuffix("ForCausalLM")
+    (architecture,), wanted = family.architectures, {**TINY, **family.tiny[shape], **sizes}
+    kind = architecture.partition("For")[0]
     torch.manual_seed(0)
-    config_class = getattr(transformers, f"{kind}TextConfig", None) or getattr(transformers, f"{kind}Config")
-    config = config_class(**{**TINY, **family.tiny[shape], **sizes})
-    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    if family.reads_images:
+        config = getattr(transformers, f"{kind}Config")(**_with_tower(wanted))
+        transformers.Qwen2VLImageProcessorPil(**_PROCESSOR).save_pretrained(folder)
+    else:
+        config_class = getattr(transformers, f"{kind}TextConfig", None) or getattr(transformers, f"{kind}Config")
+        config = config_class(**wanted)
+    model = getattr(transformers, architecture)(config)
     for part, tensor in (*model.named_parameters(), *model.named_buffers()):
         if "bias" in part or "norm" in part:
             tensor.data.add_(torch.randn_like(tensor) * 0.2)
@@ -85,12 +96,32 @@ def save_tiny(family: Family, shape: str, folder: Path, **sizes: int) -> torch.n
     return model.eval()
 
 
+def _with_tower(text: Mapping[str, Any]) -> dict[str, Any]:
+    """The whole configuration of a model that reads images. Half of the tower's layers attend within windows of 2 x 2
+    tokens.
+    """
+    head = text["hidden_size"] // text["num_attention_heads"]
+    axes = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [head // 8, 3 * head // 16, 3 * head // 16]}
+    vision = {
+        "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": text["hidden_size"],
+        "patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2, "window_size": 16,
+        "fullatt_block_indexes": [1], "initializer_range": 0.1,
+    }  # fmt: skip
+    last = text["vocab_size"] - 1
+    ids = {"image_token_id": last - 3, "video_token_id": last - 2, "vision_start_token_id": last - 1}
+    return {
+        "text_config": {**text, "rope_parameters": axes}, "vision_config": vision, **ids, "vision_end_token_id": last,
+        "tie_word_embeddings": text["tie_word_embeddings"], "dtype": text["dtype"],
+    }  # fmt: skip
+
+
 def settings_of(folder: Path, layout: str) -> MegatronSettings:
-    """fp32, rows packed but on one rank. Adam turns the rounding of tiny gradients into whole steps; the larger epsilon
-    keeps a step a smooth function of them.
+    """fp32, rows packed but on one rank, and there where they have images. Adam turns the rounding of tiny gradients
+    into whole steps; the larger epsilon keeps a step a smooth function of them.
     """
     defaults = AlgorithmConfig()
-    packed = {} if layout == "1 rank" else {"micro_batching": "packed", "max_tokens_per_microbatch": 2 * WIDTH}
+    padded = layout == "1 rank" and image_reader(folder) is None
+    packed = {} if padded else {"micro_batching": "packed", "max_tokens_per_microbatch": 2 * WIDTH}
     return MegatronSettings(
         model_folder=str(folder),
         dtype="fp32",
@@ -121,6 +152,8 @@ def checks_of_layouts(family: Family, shape: str, pool: RankPool, work: Path) ->
         yield _near(f"log-probs against Transformers, {layout}", found.before, theirs, _BOUNDS.forward)
         if one is None:
             one = found
+            if family.reads_images:
+                yield from _checks_of_images(folder, pool, vocabulary, theirs)
             continue
         yield _near(
             f"gradient norm, {layout}", torch.tensor(found.grad_norm), torch.tensor(one.grad_norm), _BOUNDS.step
@@ -129,6 +162,25 @@ def checks_of_layouts(family: Family, shape: str, pool: RankPool, work: Path) ->
         routed = has_experts(family)
         yield _near(f"after a step, {layout}", found.after, one.after, _BOUNDS.moved, of=moved, routed=routed)
         yield _near(f"after a resume, {layout}", found.resumed, one.resumed, _BOUNDS.moved, of=moved, routed=routed)
+
+
+def _checks_of_images(folder: Path, pool: RankPool, vocabulary: int, theirs: Tensor) -> Iterator[Check]:
+    """`theirs` [B,T]: Transformers' log-probs of the rows as they are."""
+    settings = settings_of(folder, "1 rank")
+    assert settings.optimizer is not None
+    unclipped = replace(settings, optimizer=replace(settings.optimizer, max_grad_norm=0.0))
+    mixed, gradients = pool.run(look, 1, vocabulary=vocabulary, settings=unclipped)[0]
+    wanted = transformers_logprobs(folder, vocabulary, mixed=True)
+    yield _near("log-probs against Transformers, patches of images mixed, 1 rank", mixed, wanted, _BOUNDS.forward)
+    moved = float((mixed - theirs).abs().max())
+    yield Check(what="mixing them moves log-probs", found=f"by {moved:.1e} nats", holds=moved > 0.01)
+    expected = transformers_gradients(folder, vocabulary)
+    largest = max(float(x.abs().max()) for x in expected.values())
+    worst = max(apart(gradients[name], x) for name, x in expected.items())
+    bound = _BOUNDS.step * largest
+    found = f"{worst:.1e} of {len(expected)} tensors (rounding explains {bound:.1e})"
+    holds = worst <= bound and gradients.keys() == expected.keys()
+    yield Check(what="gradients against Transformers, 1 rank", found=found, holds=holds)
 
 
 def _near(
@@ -194,6 +246,8 @@ def checks_of_engine(family: Family, shape: str, engine: str, work: Path) -> Ite
     command = [sys.executable, "-m", "roll_async", "run", "--config", str(config)]
     # As an override: the options of the demo's engine are not merged into those of another.
     command.append(f"actor_infer.strategy_args={{strategy_name: {engine}}}")
+    if family.reads_images:
+        command += ["actor_train.micro_batching=packed", "actor_train.max_tokens_per_microbatch=1024"]
     found = _pushes_of(command, work)
     yield Check(
         what="an engine against the trainer, pushes of a run", **{**found, "found": f"{engine}: {found['found']}"}

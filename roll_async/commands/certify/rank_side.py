@@ -5,6 +5,7 @@ Shape letters: B rows, T positions.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +16,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from roll_async.checkpoint.folders.hf_folder import HfFolder
+from roll_async.checkpoint.transforms import to_hf
+from roll_async.prompts.images import ImageReader
+from roll_async.schema import Image
+from roll_async.trainer.megatron.model.logits_probe import transformers_model
 from roll_async.trainer.megatron.ranks import RankSpec
 from roll_async.trainer.megatron.settings import MegatronSettings
 from roll_async.trainer.megatron.shares import DataParallelShard
 from roll_async.trainer.megatron.worker import MegatronWorker
-from roll_async.trainer.protocol import PolicyRows, TokenRows
+from roll_async.trainer.protocol import GivenRows, PolicyRows, TokenRows
 
 ROWS, WIDTH, PROMPT = 12, 30, 4
 _TIMEOUT_S = 300.0
@@ -67,6 +72,15 @@ class WholeBatchWorker(MegatronWorker):
         """A step of the critic."""
         return super().update_values(self.splitter.values(rows)[self.data_parallel_rank], step)
 
+    def hf_gradients(self) -> dict[str, Tensor]:
+        """What the last step was taken from, by HF names; of one rank that holds all."""
+        model, found = self._model, {}
+        for name, parameter in model.named_parameters():
+            match = model.match(name)
+            gradient: Tensor = parameter.main_grad  # type: ignore[attr-defined]
+            found |= zip(match.hf_names, to_hf(match.row, gradient.clone(), model.heads), strict=True)
+        return found
+
     def _whole(self, rows: Any, compute: Callable[[DataParallelShard], Tensor | None]) -> Tensor | None:
         share = self.splitter.scoring(rows)[self.data_parallel_rank]
         return self._merged(rows, share.numbers, compute(share))
@@ -92,20 +106,40 @@ def start_worker(rank: int, world_size: int, port: int, settings: MegatronSettin
     return worker
 
 
+def image_reader(folder: str | Path) -> ImageReader | None:
+    """Of a model that reads images."""
+    return ImageReader(str(folder)) if "vision_config" in HfFolder(folder).config else None
+
+
 def batch(
-    vocabulary: int, num_rows: int = ROWS, seed: int = 1, *, a_copy: bool = False
+    vocabulary: int,
+    num_rows: int = ROWS,
+    seed: int = 1,
+    *,
+    a_copy: bool = False,
+    reader: ImageReader | None = None,
+    mixed: bool = False,
 ) -> tuple[TokenRows, PolicyRows]:
     """Rows of different lengths: to be scored, and with what a policy loss reads. `a_copy`: the last has the tokens of
-    the first, as samples of a group often have.
+    the first, as samples of a group often have. `reader`: two rows of three have images, of different sizes, some of
+    them the same; `mixed`: with their patches in another order.
     """
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(8, WIDTH + 1, (num_rows,), generator=generator)
-    tokens = torch.randint(1, vocabulary, (num_rows, WIDTH), generator=generator)
+    tokens = torch.randint(1, vocabulary if reader is None else reader.token_id, (num_rows, WIDTH), generator=generator)
     if a_copy:
         lengths[-1], tokens[-1] = lengths[0], tokens[0]
+    prompts, images = torch.full((num_rows,), PROMPT), ()
+    if reader is not None:
+        images = tuple(_images(row, reader, mixed) for row in range(num_rows))
+        for row, seen in enumerate(images):
+            for image in seen:
+                tokens[row, prompts[row] : prompts[row] + image.num_tokens] = reader.token_id
+                prompts[row] += image.num_tokens + 1
+        lengths = lengths.maximum(prompts + 4)
     positions = torch.arange(WIDTH)[None]
     tokens[positions >= lengths[:, None]] = 0
-    mask = (positions < lengths[:, None]) & (positions >= PROMPT)
+    mask = (positions < lengths[:, None]) & (positions >= prompts[:, None])
     noise = torch.randn(num_rows, WIDTH, generator=generator)
     policy = PolicyRows(
         tokens=tokens,
@@ -117,8 +151,27 @@ def batch(
         correction_weights=None,
         scores=torch.ones(num_rows),
         version_lag=torch.ones(num_rows, WIDTH, dtype=torch.int64),
+        images=images,
     )
-    return TokenRows(tokens=tokens, lengths=lengths, mask=mask), policy
+    return TokenRows(tokens=tokens, lengths=lengths, mask=mask, images=images), policy
+
+
+def _images(row: int, reader: ImageReader, mixed: bool) -> tuple[Image, ...]:
+    """Of every third row none, of the next one of 5 x 3 tokens, of the last two of 2 x 2 and of 1 x 3; half of the rows
+    have those of the other half.
+    """
+    sides, found = ((), ((5, 3),), ((2, 2), (1, 3)))[row % 3], []
+    for number, (height, width) in enumerate(sides):
+        generator = torch.Generator().manual_seed(2 * (row % (ROWS // 2)) + number)
+        tiles = torch.randint(256, (2 * height, 2 * width, 4, 4, 3), generator=generator, dtype=torch.uint8)
+        if mixed:
+            tiles = tiles.flip(0, 1)
+        pixels, file = tiles.permute(0, 2, 1, 3, 4).reshape(8 * height, 8 * width, 3), io.BytesIO()
+        import PIL.Image  # of the extra that models which read images need
+
+        PIL.Image.fromarray(pixels.numpy()).save(file, "PNG")
+        found.append(reader.image(file.getvalue()))
+    return tuple(found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +193,7 @@ def measure(
 ) -> LayoutReport | None:
     """Weights out, log-probs, a step, log-probs; then another step from the checkpoint of one rank, which makes it."""
     worker = start_worker(rank, world_size, port, settings)
-    rows, policy = batch(vocabulary)
+    rows, policy = batch(vocabulary, reader=image_reader(settings.model_folder))
     exported = {name: tensor.clone() for name, tensor in worker.export_named_tensors()}
     before = worker.compute_logprobs(rows)
     grad_norm = worker.update_policy(policy, 1)["trainer/grad_norm"]
@@ -179,7 +232,7 @@ def train_adapters(
 ) -> Tensor | None:
     """[B,T] log-probs after a step of the adapters; the model with them in `folder`, they alone beside it."""
     worker = start_worker(rank, world_size, port, settings)
-    rows, policy = batch(vocabulary)
+    rows, policy = batch(vocabulary, reader=image_reader(settings.model_folder))
     worker.update_policy(policy, 1)
     after = worker.compute_logprobs(rows)
     worker.export_hf(folder)
@@ -187,18 +240,55 @@ def train_adapters(
     return after if rank == 0 else None
 
 
-def transformers_logprobs(folder: Path, vocabulary: int) -> Tensor:
-    """[B,T], row by row; 0 outside of the mask."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
+def look(
+    rank: int, world_size: int, port: int, settings: MegatronSettings, vocabulary: int
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """[B,T] log-probs with the patches of images in another order; gradients of the mean cross-entropy of the trained
+    tokens by HF names.
+    """
+    worker = start_worker(rank, world_size, port, settings)
+    reader = image_reader(settings.model_folder)
+    mixed = worker.compute_logprobs(batch(vocabulary, reader=reader, mixed=True)[0])
+    assert mixed is not None
+    rows, _ = batch(vocabulary, reader=reader)
+    given = GivenRows(tokens=rows.tokens, lengths=rows.lengths, mask=rows.mask, images=rows.images)
+    worker.update_given(worker.splitter.given(given)[worker.data_parallel_rank], 1)
+    gradients = worker.hf_gradients()
+    worker.stop()
+    return mixed, gradients
 
-    disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
-    rows, _ = batch(vocabulary)
-    found = torch.zeros(rows.tokens.shape)
+
+def transformers_logprobs(folder: Path, vocabulary: int, *, mixed: bool = False) -> Tensor:
+    """[B,T], row by row; 0 outside of the mask."""
     with torch.no_grad():
-        for i, length in enumerate(rows.lengths.tolist()):
-            tokens = rows.tokens[i : i + 1, :length]
-            logprobs = model(tokens).logits.log_softmax(-1)[0, :-1]
-            found[i, 1:length] = logprobs.gather(1, tokens[0, 1:, None])[:, 0]
-    return found.masked_fill(~rows.mask, 0.0)
+        return _transformers_logprobs(folder, vocabulary, mixed)[1]
+
+
+def transformers_gradients(folder: Path, vocabulary: int) -> dict[str, Tensor]:
+    """Of the mean cross-entropy of the trained tokens, by names in the folder."""
+    model, logprobs = _transformers_logprobs(folder, vocabulary)
+    (-logprobs.sum() / (logprobs != 0).sum()).backward()
+    # The language model lies beside the tower there.
+    shorter = {"model.visual.": "visual.", "model.language_model.": "model."}
+    found = {}
+    for name, parameter in model.named_parameters():
+        longer = next((x for x in shorter if name.startswith(x)), "")
+        assert parameter.grad is not None, name
+        found[shorter.get(longer, "") + name.removeprefix(longer)] = parameter.grad
+    return found
+
+
+def _transformers_logprobs(folder: Path, vocabulary: int, mixed: bool = False) -> tuple[torch.nn.Module, Tensor]:
+    reader, model = image_reader(folder), transformers_model(folder)
+    rows, _ = batch(vocabulary, reader=reader, mixed=mixed)
+    found = []
+    for i, length in enumerate(rows.lengths.tolist()):
+        tokens, seen = rows.tokens[i : i + 1, :length], {}
+        if reader is not None and rows.images[i]:
+            pixels, grid = reader.pixels(rows.images[i])
+            of_images = (tokens == reader.token_id).int()
+            seen = {"pixel_values": pixels, "image_grid_thw": grid, "mm_token_type_ids": of_images}
+        logprobs = model(tokens, **seen).logits.log_softmax(-1)[0, :-1]
+        picked = logprobs.gather(1, tokens[0, 1:, None])[:, 0]
+        found.append(torch.nn.functional.pad(picked, (1, WIDTH - length)))
+    return model, torch.stack(found).masked_fill(~rows.mask, 0.0)

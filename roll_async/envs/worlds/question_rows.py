@@ -69,6 +69,8 @@ def _records(path: Path) -> Iterator[tuple[str, object]]:
 def _question(row: object) -> Question:
     if not isinstance(row, dict):
         raise ValueError(f"a row must be an object, got {type(row).__name__}")
+    if row.get("images"):
+        raise ValueError("images: a world shows none; take the row out, or ask it in an RLVR run")
     about = {name: _column(row, name) for name in (*_ABOUT_TOOLS, "interaction_kwargs")}
     settings = about["interaction_kwargs"] or {}
     if not isinstance(settings, dict) or settings.keys() - {*OF_ONE_QUESTION, *_OF_VERL}:

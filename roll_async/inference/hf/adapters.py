@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from roll_async.checkpoint.lora_targets import ADAPTER_HALVES, adapter_half
+from roll_async.inference.hf.weights import saved_name
 from roll_async.weight_sync.adapters import AdapterShape
 
 
@@ -15,9 +16,10 @@ def add_adapters(model: nn.Module, shape: AdapterShape) -> dict[str, Tensor]:
     """
     halves: dict[str, Tensor] = {}
     found: set[str] = set()
-    for path, layer in model.named_modules():
+    for place, layer in model.named_modules():
+        path = saved_name(place)
         kind = path.rpartition(".")[2]
-        if kind not in shape.layers:
+        if kind not in shape.layers or path.startswith("visual."):  # a tower has layers of the same names
             continue
         if not isinstance(layer, nn.Linear):
             raise ValueError(f"weight_sync.adapters: {path} is a {type(layer).__name__}; use merged")

@@ -32,6 +32,7 @@ from roll_async.weight_sync.errors import EngineDead
 
 if TYPE_CHECKING:
     from roll_async.inference.hf.experts import ExpertRecorder
+    from roll_async.inference.hf.images import ImageFeeder
 
 _PAGE_TOKENS = 32
 _GREEDY_TEMPERATURE = 1e-6
@@ -70,6 +71,8 @@ class HfEngine(Engine[HfTicket]):
         self._incoming: Incoming | None = None
         self._kept = LastExport()
         self._recorder: ExpertRecorder | None = None
+        self._feeder: ImageFeeder | None = None
+        """None: the model reads text alone."""
         self._settled, self._idle = asyncio.Event(), asyncio.Event()
         """Managers are not being changed; no request runs."""
         self._settled.set()
@@ -80,18 +83,20 @@ class HfEngine(Engine[HfTicket]):
 
     def _load_model(self) -> None:
         import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
         from roll_async.inference.hf import attention as hf_attention
 
         hf_attention.install()
         settings = self._settings
+        config = AutoConfig.from_pretrained(settings.model_folder)
+        sees = getattr(config, "vision_config", None) is not None
+        kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
         form = {"dtype": getattr(torch, TORCH_DTYPES[settings.dtype]), "attn_implementation": settings.attention}
         if settings.random_weights:
-            config = AutoConfig.from_pretrained(settings.model_folder)
-            model = AutoModelForCausalLM.from_config(config, **form)
+            model = kind.from_config(config, **form)
         else:
-            model = AutoModelForCausalLM.from_pretrained(settings.model_folder, **form)
+            model = kind.from_pretrained(settings.model_folder, **form)
         self._model = model.eval().to(settings.device)  # pyright: ignore[reportArgumentType]  # wraps Module.to, loses self
         if getattr(self._model.config, "kv_lora_rank", None):
             # The cache of continuous batching asks for it; by itself it is the size of the rotary part alone.
@@ -114,6 +119,10 @@ class HfEngine(Engine[HfTicket]):
 
             # A function: another manager takes its place when truncation is switched on, and after a sleep.
             self._recorder = ExpertRecorder(self._model, lambda: self._manager)
+        if sees:
+            from roll_async.inference.hf.images import ImageFeeder
+
+            self._feeder = ImageFeeder(self._model, settings.model_folder, lambda: self._manager)
         self._manager = self._new_manager()
 
     def _new_manager(self):  # noqa: ANN202 (ContinuousBatchingManager, imported late)
@@ -122,7 +131,7 @@ class HfEngine(Engine[HfTicket]):
         settings = self._settings
         self._num_managers += 1  # each manager seeds torch; with equal seeds they would sample equal tokens
         # A value other than the neutral one creates the processor; each request sets its own value.
-        vocab_size = self._model.config.vocab_size
+        vocab_size = self._model.config.get_text_config().vocab_size
         truncation = {"top_k": vocab_size, "top_p": 0.5} if self._truncating else {"top_k": 0, "top_p": 1.0}
         generation = GenerationConfig(
             do_sample=True,
@@ -170,6 +179,8 @@ class HfEngine(Engine[HfTicket]):
     def _check(self, request: GenerateRequest) -> None:
         if request.sampling.stop_strings or request.sampling.repetition_penalty != 1.0:
             raise ValueError("hf_infer samples without stop_strings and repetition_penalty; use vllm")
+        if request.images and self._feeder is None:
+            raise ValueError(f"request {request.request_id} has images, and the model reads text alone")
 
     async def _ready(self, ticket: HfTicket) -> bool:
         if not self._settled.is_set():
@@ -182,8 +193,14 @@ class HfEngine(Engine[HfTicket]):
 
     async def _generate(self, ticket: HfTicket) -> Completion:
         request_id = ticket.request.request_id
+        self._idle.clear()  # nothing was awaited since `_ready`, so managers are not being changed
         try:
-            self._submit(ticket)
+            if ticket.request.images:
+                assert self._feeder is not None, "checked"
+                # Shown here: a request that was cancelled meanwhile leaves nothing behind.
+                self._feeder.show(request_id, await asyncio.to_thread(self._feeder.seen, ticket.request))
+            if not ticket.finished.is_set():  # else it was aborted meanwhile
+                self._submit(ticket)
             await ticket.finished.wait()
             if ticket.error is not None:
                 raise RuntimeError(ticket.error)
@@ -194,6 +211,8 @@ class HfEngine(Engine[HfTicket]):
                 ticket.finished.set()
             if self._recorder is not None:
                 self._recorder.forget(request_id)
+            if self._feeder is not None:
+                self._feeder.forget(request_id)
             if not any(other.admitted for other in self._tickets.values() if other is not ticket):
                 self._idle.set()
 
@@ -233,10 +252,9 @@ class HfEngine(Engine[HfTicket]):
         sampling, request_id = ticket.request.sampling, ticket.request.request_id
         options: _SamplingOptions = {"temperature": sampling.temperature or _GREEDY_TEMPERATURE}
         if self._truncating:
-            vocab_size = self._model.config.vocab_size  # a larger top_k ends the manager's loop
+            vocab_size = self._model.config.get_text_config().vocab_size  # a larger top_k ends the manager's loop
             top_k = min(sampling.top_k, vocab_size) if sampling.top_k > 0 else vocab_size
             options |= {"top_k": top_k, "top_p": sampling.top_p}
-        self._idle.clear()  # nothing was awaited since `_ready`, so managers are not being changed
         if self._recorder is not None:
             self._recorder.announce(request_id, ticket.request.recorded_positions)
         self._manager.register_result_handler(request_id, lambda output: self._received(ticket, output))

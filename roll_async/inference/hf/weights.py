@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 _EXPERTS = ("gate_proj", "up_proj", "down_proj")
 _MIXTRAL = ("w1", "w3", "w2")
+_WITH_TOWER = {"model.language_model.": "model.", "model.visual.": "visual."}
+"""Where a model with a vision tower has its halves, and how checkpoints name them."""
 
 
 class WeightTargets:
@@ -23,10 +25,10 @@ class WeightTargets:
         buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in persistent]
         self._targets: dict[str, Tensor] = {}
         for name, tensor in [*model.named_parameters(remove_duplicate=False), *buffers]:
-            self._targets |= self._parts(name, tensor.detach())  # autograd refuses a copy into a leaf
+            self._targets |= self._parts(saved_name(name), tensor.detach())  # autograd refuses a copy into a leaf
         own = {name for name, _ in [*model.named_parameters(), *buffers]}
         tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - own
-        self.names = frozenset(self._targets) - tied
+        self.names = frozenset(self._targets) - {*map(saved_name, tied)}
         """Names that an update must contain: a tied output layer is updated with the embedding."""
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
@@ -54,3 +56,9 @@ class WeightTargets:
             return gates | {f"{layer}.{e}.{up}.weight": part for e, _, part in halves}
         assert last == "down_proj", f"unknown parameter of experts {name}"  # [E,H,I]
         return {f"{layer}.{e}.{down}.weight": part for e, part in enumerate(tensor)}
+
+
+def saved_name(name: str) -> str:
+    """A parameter's name in checkpoints, before experts are parted."""
+    live = next((prefix for prefix in _WITH_TOWER if name.startswith(prefix)), "")
+    return _WITH_TOWER.get(live, "") + name.removeprefix(live)

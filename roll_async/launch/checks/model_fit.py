@@ -44,6 +44,7 @@ def mismatches(config: RunConfig) -> Iterator[Refusal]:
             if found is None:
                 continue
             if (Path(model) / "config.json").is_file() and "architectures" in found:
+                yield from _unshown(config, model, found)
                 described_family(found)
                 yield from _limits(config, key, model, found)
             sizes = ModelSizes.of(found)
@@ -53,6 +54,7 @@ def mismatches(config: RunConfig) -> Iterator[Refusal]:
         for role, worker in config.roles():
             if worker.model_args.model_name_or_path == model:
                 yield from _shares(role, worker, sizes)
+                yield from _padded(role, worker, found)
 
 
 def _is_adapter(folder: Path) -> bool:
@@ -138,6 +140,16 @@ def _limits(config: RunConfig, key: str, model: str, found: HfConfig) -> Iterato
         yield key, f"{why} ({found.source}), rows have {longest}; use strategy_name: vllm"
 
 
+def _unshown(config: RunConfig, model: str, found: HfConfig) -> Iterator[Refusal]:
+    """An engine whose model reads images that it would not be shown."""
+    if not isinstance(config, PipelineConfig) or config.actor_infer.model_args.model_name_or_path != model:
+        return
+    why = config.actor_infer.engine.traits.unshown
+    if "vision_config" in found and why is not None:
+        serves = f"{config.actor_infer.engine.traits.title} cannot serve {found.architecture()} ({found.source})"
+        yield "actor_infer.strategy_args.strategy_name", f"{serves}: {why}; use strategy_name: hf_infer"
+
+
 def _blocks(config: PipelineConfig) -> Iterator[Refusal]:
     """Blocks of the KV cache that the engine's kernels do not have."""
     size, traits = config.actor_infer.engine.block_size, config.actor_infer.engine.traits
@@ -166,6 +178,14 @@ def _shares(role: str, worker: WorkerConfig, sizes: ModelSizes) -> Iterator[Refu
             if settings.pipeline_parallel_size > sizes.num_hidden_layers:
                 message = f"{settings.pipeline_parallel_size} exceeds the {sizes.num_hidden_layers} layers of"
                 yield f"{key}.pipeline_parallel_size", f"{message} {sizes.source}; use 1"
+
+
+def _padded(role: str, worker: WorkerConfig, model: HfConfig) -> Iterator[Refusal]:
+    """Rows that would not carry the three axes of images' positions."""
+    trains = isinstance(worker.strategy_args.strategy_config, MegatronTrainConfig | MegatronInferConfig)
+    if trains and "vision_config" in model and worker.micro_batching != "packed":
+        message = f"{worker.micro_batching}, but {model.source} reads images, whose positions have three axes"
+        yield f"{role}.micro_batching", f"{message}; set it to packed, with max_tokens_per_microbatch"
 
 
 def _megatron(sizes: ModelSizes, settings: MegatronTrainConfig | MegatronInferConfig, key: str) -> Iterator[Refusal]:

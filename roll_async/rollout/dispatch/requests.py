@@ -80,6 +80,7 @@ class PendingRequest:
             prompt_token_ids=prompt,
             sampling=sampling,
             recorded_positions=recorded,
+            images=request.images,
         )
 
     def keep(self, piece: Completion | None) -> None:

@@ -6,6 +6,7 @@ them). Activations and logits are estimates of the largest moment of a step. The
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from roll_async.checkpoint.hf_names.families import family_of
 from roll_async.checkpoint.hf_names.table import Family
 from roll_async.checkpoint.hf_names.value_head import language_model
 from roll_async.checkpoint.lora_targets import target_layers
+from roll_async.checkpoint.tower import tower_shapes
 from roll_async.checkpoint.transforms import HeadLayout
 from roll_async.trainer.megatron.settings import MegatronSettings
 
@@ -188,6 +190,8 @@ def matrices_of(model: HfConfig, settings: MegatronSettings, *, stage: int, laye
     last = stage == sizes.pipeline - 1
     if stage == 0:
         yield Matrix("embedding", vocabulary, hidden)
+        if family_of(language_model(model.architecture())).reads_images:
+            yield Matrix("visual", sum(map(math.prod, tower_shapes(model).values())), 1)
     # LayerNorm has a bias beside its weight.
     of_norm = 2 if fields.get("normalization") == "LayerNorm" else 1
     if last:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from roll_async.schema import ExpertRows
+from roll_async.prompts.images import laid_out
+from roll_async.schema import ExpertRows, Image
 from roll_async.trainer.megatron.model.shapes import pack_multiple, padded_length
 from roll_async.trainer.megatron.settings import MegatronSettings
 
@@ -30,6 +31,12 @@ class StepRows:
     fields: Mapping[str, Tensor]  # [B,T] or [B], whatever the loss reads
     experts: ExpertRows | None = None
     """Choice of experts to replay."""
+    images: tuple[tuple[Image, ...], ...] = ()
+    """[B] of each row; () = no row has any."""
+
+    def images_of(self, row: int) -> tuple[Image, ...]:
+        """Those of one row."""
+        return self.images[row] if self.images else ()
 
     def taken(self, index: Tensor) -> StepRows:
         """A copy of the rows `index` [b], in that order, with all that belongs to them, as wide as the longest."""
@@ -45,6 +52,7 @@ class StepRows:
             mask=of(self.mask),
             fields={name: of(x) for name, x in self.fields.items()},
             experts=None if self.experts is None else _records_of(self.experts, index),
+            images=tuple(self.images[row] for row in index.tolist() if self.images),
         )
 
 
@@ -69,6 +77,10 @@ class ModelFeed:
     """packed: where each sequence starts in the pack (over all context ranks), and the end; None: padded rows."""
     starts: Tensor | None = None  # [R+1] int32: `bounds` on the device
     experts: Tensor | None = None  # [q,s,L,K] int16, -1 where nothing is recorded
+    axes: Tensor | None = None  # [3,q,s] int64: positions in time, height and width; None: all are `positions`
+    slots: Tensor | None = None  # like tokens: which of the tower's outputs is the token's embedding, -1 = none
+    images: tuple[Image, ...] = ()
+    """What the tower is given, one after another; what several sequences see once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,9 +102,11 @@ def cut(
     device: torch.device,
     context: ContextShare,
     feed_shape: tuple[int, int] | None = None,
+    image_token: int = -1,
 ) -> MicroBatch:
     """The micro-batch of these sequences, on the device. Each is given as the rows that are copies of it, equal in
-    tokens and mask; the first is fed. `feed_shape` (sequences, positions): pad the model's input up to it.
+    tokens, mask and images; the first is fed. `feed_shape` (sequences, positions): pad the model's input up to it.
+    `image_token`: the id that stands for parts of images, where rows have any.
     """
     rows = torch.tensor([row for copies in sequences for row in copies], dtype=torch.int64)
     fed = torch.tensor([copies[0] for copies in sequences], dtype=torch.int64)
@@ -120,6 +134,7 @@ def cut(
         if lengths
         else torch.zeros(0, width, dtype=torch.bool)
     )
+    images, axes, slots = _seen(step, fed, width, image_token) if step.images else ((), None, None)
     feed = ModelFeed(
         tokens=lay(tokens, 0).to(device),
         positions=lay(torch.arange(width).expand(len(lengths), -1), 0).to(device),
@@ -131,6 +146,9 @@ def cut(
         experts=None
         if step.experts is None
         else _experts_at(step.experts, lay(_recorded(step.experts, fed, width), -1)).to(device),
+        axes=None if axes is None else torch.stack([lay(axis, 0) for axis in axes]).to(device),
+        slots=None if slots is None else lay(slots, -1).to(device),
+        images=images,
     )
     return MicroBatch(
         rows=rows,
@@ -140,6 +158,28 @@ def cut(
         feed=feed,
         source=_in_gathered(source, grid.shape, bounds, context)[fed_as].to(device),
     )
+
+
+def _seen(step: StepRows, index: Tensor, width: int, image_token: int) -> tuple[tuple[Image, ...], Tensor, Tensor]:
+    """Different images of the rows `index` [q] in the order of their first tokens, axes [3,q,t] of all tokens, and
+    [q,t] which of the tower's outputs for these images takes a token's place, -1 where none does.
+    """
+    numbers: dict[Image, Tensor] = {}
+    count = 0
+    axes = torch.arange(width).expand(3, len(index), -1).clone()
+    slots = torch.full((len(index), width), -1)
+    for i, row in enumerate(index.tolist()):
+        of_row, length = step.images[row], int(step.lengths[row])
+        if not of_row:
+            continue
+        for image in of_row:
+            if image not in numbers:
+                numbers[image] = torch.arange(count, count + image.num_tokens)
+                count += image.num_tokens
+        axes[:, i, :length], own = laid_out(step.tokens[row, :length], of_row, image_token)
+        outputs = torch.cat([numbers[image] for image in of_row])
+        slots[i, :length] = torch.where(own < 0, -1, outputs[own])
+    return tuple(numbers), axes, slots
 
 
 def _records_of(experts: ExpertRows, index: Tensor) -> ExpertRows:

@@ -8,18 +8,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from roll_async.algorithms.logprobs import TokenLogprobs
+from roll_async.prompts.images import ImageReader
 from roll_async.trainer.megatron.micro_batches import MicroBatch, ModelFeed, StepRows, cut, rows_of
 from roll_async.trainer.megatron.model.attention import PackedRows
+from roll_async.trainer.megatron.model.images import blank_image, embedded_with_images, tower_to_run
 from roll_async.trainer.megatron.model.layer_spec import choose_layers
 from roll_async.trainer.megatron.model.output_head import OutputHead, logprobs_of_hidden
 from roll_async.trainer.megatron.model.router_replay import RouterReplay
@@ -52,6 +55,7 @@ class ModelRunner:
 
     def micro_batches(self, rows: StepRows, mini_batch: MiniBatch) -> list[MicroBatch]:
         """The micro-batches of a mini-batch, on the device; `rows` are those of this rank's share."""
+        image_token = self._reader.token_id if rows.images else -1
         return [
             cut(
                 part,
@@ -60,9 +64,15 @@ class ModelRunner:
                 device=self._device,
                 context=context_share(),
                 feed_shape=mini_batch.feed_shape,
+                image_token=image_token,
             )
             for part in mini_batch.micro_batches
         ]
+
+    @cached_property
+    def _reader(self) -> ImageReader:
+        """Raises ValueError for a model that reads no images."""
+        return ImageReader(self._settings.model_folder)
 
     def run(
         self, batches: Sequence[MicroBatch], loss_of: LossOfMicroBatch, *, forward_only: bool
@@ -112,12 +122,17 @@ class ModelRunner:
             keywords["packed_seq_params"] = PackedRows.of(
                 feed.bounds,
                 feed.starts,
-                feed.positions[0],
+                feed.positions[0] if feed.axes is None else feed.axes[:, 0],
                 ranks=parallel_state.get_context_parallel_world_size(),
                 on_device=self._bounds_on_device,
             )
         if self._config.num_moe_experts is not None and self._config.moe_aux_loss_coeff:
             keywords["padding_mask"] = self._padding_of_stage(model, feed)
+        # A model that trains is wrapped for its gradients (`wrap`), one that only scores is not.
+        part: GPTModel = getattr(model, "module", model)  # type: ignore[assignment]
+        if (tower := tower_to_run(part, feed)) is not None:
+            pixels = self._reader.pixels(feed.images) if feed.images else blank_image(tower)
+            keywords["decoder_input"] = embedded_with_images(part, tower, feed, *pixels)
         return model(feed.tokens, feed.positions, None, **keywords)
 
     def _replaying(self, feed: ModelFeed, *, may_recompute: bool) -> AbstractContextManager[None]:

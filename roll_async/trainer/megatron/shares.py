@@ -17,6 +17,7 @@ from torch import Tensor
 from roll_async.algorithms.aggregation import Denominators
 from roll_async.algorithms.objective import LossSettings, PreferenceOptions, count_parts
 from roll_async.algorithms.policy_losses import ZERO_GRADIENT_WITHOUT_ADVANTAGE
+from roll_async.schema import Image
 from roll_async.trainer.megatron.micro_batches import StepRows
 from roll_async.trainer.megatron.model.model_flops import ModelFlops
 from roll_async.trainer.megatron.model.partition import Parts, RowPlan, plan_rows
@@ -108,12 +109,7 @@ class BatchSplitter:
 
     def values(self, rows: ValueRows) -> list[DataParallelShard]:
         """Of a step of the critic."""
-        step = StepRows(
-            tokens=rows.tokens,
-            lengths=rows.lengths,
-            mask=rows.mask,
-            fields={"old_values": rows.old_values, "returns": rows.returns},
-        )
+        step = self._step_rows(rows, {"old_values": rows.old_values, "returns": rows.returns})
         parts = [(part, part) for part in self._mini_batches(rows)]
         return self._shares(step, parts, self._settings.micro_batch_rows)
 
@@ -132,9 +128,21 @@ class BatchSplitter:
         assert self._settings.loss is not None, "a role without a loss cannot train"
         return self._settings.loss
 
-    def _step_rows(self, rows: TokenRows | PolicyRows, fields: Mapping[str, Tensor]) -> StepRows:
-        experts = rows.experts if self._settings.router_replay else None
-        return StepRows(tokens=rows.tokens, lengths=rows.lengths, mask=rows.mask, fields=fields, experts=experts)
+    def _step_rows(self, rows: TokenRows | PolicyRows | ValueRows, fields: Mapping[str, Tensor]) -> StepRows:
+        if rows.images and self._settings.micro_batching != "packed":
+            raise ValueError(
+                f"micro_batching={self._settings.micro_batching} of {self._settings.model_folder}, but rows "
+                "have images, whose positions on three axes packed rows alone carry; set micro_batching: packed"
+            )
+        experts = rows.experts if self._settings.router_replay and not isinstance(rows, ValueRows) else None
+        return StepRows(
+            tokens=rows.tokens,
+            lengths=rows.lengths,
+            mask=rows.mask,
+            fields=fields,
+            experts=experts,
+            images=rows.images,
+        )
 
     def _mini_batches(self, rows: PolicyRows | ValueRows) -> list[range]:
         return mini_batch_ranges(len(rows.lengths), self._settings.mini_batch_rows)
@@ -223,19 +231,19 @@ class BatchSplitter:
         return [chosen + rejected if packed else 2 * max(chosen, rejected) for chosen, rejected in both]
 
     def _sequences(self, step: StepRows, computed: Sequence[int]) -> Parts:
-        """The rows that are computed, copies together: rows equal in tokens and mask. Samples of a group are often
+        """The rows that are computed, copies together: equal in tokens, mask and images. Samples of a group are often
         copies of one another, and a model that draws nothing at random answers copies alike. Their losses may differ
         (advantages, behaviour log-probs); what flows back into the one answer is the sum of their gradients. With
         experts every row stays alone: their load is balanced over all rows, and each row may have its own record.
         """
         if self._model.has_experts or self._settings.drops_out:
             return [[row] for row in computed]
-        found: dict[bytes, list[int]] = {}
+        found: dict[tuple[bytes, tuple[Image, ...]], list[int]] = {}
         for row in computed:
             length = int(step.lengths[row])
             content = hashlib.sha256(step.tokens[row, :length].contiguous().numpy())  # no copy of a batch's tokens
             content.update(step.mask[row, :length].contiguous().numpy())
-            found.setdefault(content.digest(), []).append(row)
+            found.setdefault((content.digest(), step.images_of(row)), []).append(row)
         return list(found.values())
 
     def _common_shape(self, plan: RowPlan, lengths: Sequence[int]) -> tuple[int, int] | None:

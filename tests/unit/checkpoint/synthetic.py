@@ -8,6 +8,7 @@ from roll_async.checkpoint.folders.hf_config import HfConfig
 from roll_async.checkpoint.folders.safetensors_files import SafetensorsWriter, TensorSpec
 from roll_async.checkpoint.hf_names.families import FAMILIES, family_of
 from roll_async.checkpoint.hf_names.table import shape_of
+from roll_async.checkpoint.tower import tower_shapes
 
 BASE = {
     "vocab_size": 24, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -18,6 +19,9 @@ CONFIGS = {a: next(iter(family.tiny.values())) for family in FAMILIES for a in f
 
 
 def config_of(architecture, **changes):
+    if family_of(architecture).reads_images:
+        sizes = {"hidden_size": 8, "intermediate_size": 12, "depth": 2, "out_hidden_size": BASE["hidden_size"]}
+        changes = {"vision_config": {**sizes, "patch_size": 2}, **changes}
     return {**BASE, **CONFIGS[architecture], "architectures": [architecture], **changes}
 
 
@@ -69,6 +73,10 @@ def tensors_of(config, dtype=torch.bfloat16):
             for name in match.hf_names:
                 kept = torch.float32 if match.row.float32 else dtype
                 tensors[name] = torch.randn(shape_of_tensor(name, config), generator=generator).to(kept)
+    if family.reads_images:
+        tensors |= {
+            name: torch.randn(shape, generator=generator).to(dtype) for name, shape in tower_shapes(read).items()
+        }
     return tensors
 
 

@@ -13,7 +13,9 @@ import synthetic
 from roll_async.checkpoint.folders.hf_config import HfConfig
 from roll_async.checkpoint.hf_names.families import FAMILIES, family_of
 from roll_async.checkpoint.hf_names.table import ParameterRow, Transform, shape_of
+from roll_async.checkpoint.hf_names.value_head import as_critic, language_model
 from roll_async.checkpoint.rotary import Rotary
+from roll_async.checkpoint.tower import tower_of, tower_shapes
 from roll_async.checkpoint.transforms import HeadLayout, shard, to_hf, to_megatron, unshard
 
 ARCHITECTURES = list(synthetic.CONFIGS)
@@ -38,7 +40,10 @@ def test_every_family_has_a_page_with_a_certificate_that_holds():
         assert "All checks hold." in page and f"| check | {' | '.join(family.tiny)} |" in page, family.name
         checked = re.findall(r"^\| (.*?) \|", page, re.M)[1:]
         experts = any(row.is_expert for row in family.rows)
-        assert len(checked) == (21 if experts else 16) and "an engine" in checked[-1], (family.name, checked)
+        assert len(checked) == (21 if experts else 19 if family.reads_images else 16) and "an engine" in checked[-1], (
+            family.name,
+            checked,
+        )
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -220,3 +225,43 @@ def test_a_group_of_heads_keeps_its_queries_key_and_value_together():
     heads = HeadLayout(num_groups=2, heads_per_group=2, head_size=1)
     parts = [torch.tensor(x)[:, None] for x in ([0.0, 1, 2, 3], [10.0, 11], [20.0, 21])]
     assert to_megatron(row, parts, heads)[:, 0].tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
+
+
+def test_the_tower_of_a_model_has_the_same_names_on_both_sides_and_the_sizes_of_the_text_are_found():
+    """In a section of their own, as newer files have them, and at the top, as older ones do."""
+    text = {"hidden_size": 16, "num_hidden_layers": 3, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 0]}}
+    top = {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "tie_word_embeddings": None}
+    nested = HfConfig({**top, "text_config": {**text, "tie_word_embeddings": True}}, "config.json")
+    flat = HfConfig({**top, **text, "tie_word_embeddings": True}, "config.json")
+    for config in (nested, flat):
+        assert config.integer("num_hidden_layers") == 3 and config.flag("tie_word_embeddings")
+        rotary = Rotary.of(config)
+        assert (rotary.kind, rotary.sections) == ("default", (1, 1, 0)) and len(rotary.frequencies(4, 99)) == 2
+        with pytest.raises(ValueError, match=r"mrope_section=\[1, 1, 0\] are not the 4 frequencies of a head"):
+            rotary.frequencies(8, 99)
+    family = family_of(nested.architecture())
+    assert family.match("visual.blocks.3.attn.qkv.weight").hf_names == ("visual.blocks.3.attn.qkv.weight",)
+    with pytest.raises(ValueError, match="no Hugging Face name"):
+        family_of("Qwen2ForCausalLM").match("visual.blocks.3.attn.qkv.weight")
+
+
+@pytest.mark.slow
+def test_the_shapes_of_the_tower_are_those_of_transformers():
+    pytest.importorskip("transformers")
+    for vision in (
+        {"depth": 3},
+        {"hidden_size": 32, "num_heads": 2, "in_channels": 1, "patch_size": 6, "out_hidden_size": 48},
+    ):
+        config = HfConfig({"hidden_size": vision.get("out_hidden_size", 3584), "vision_config": vision}, "config.json")
+        with torch.device("meta"):
+            tower = tower_of(config, torch.bfloat16)
+        theirs = {f"visual.{name}": tuple(x.shape) for name, x in tower.named_parameters()}
+        assert tower_shapes(config) == theirs
+    with pytest.raises(ValueError, match="out_hidden_size=3584, but hidden_size=16"):
+        tower_of(HfConfig({"hidden_size": 16, "vision_config": {}}, "config.json"), torch.bfloat16)
+
+
+def test_a_critic_that_reads_images_is_named_and_read_back():
+    named = as_critic({"architectures": ["Qwen2_5_VLForConditionalGeneration"]})["architectures"]
+    assert named == ["Qwen2_5_VLForSequenceClassification"]
+    assert language_model(named[0]) == "Qwen2_5_VLForConditionalGeneration"

@@ -48,6 +48,10 @@ def test_a_developer_instructs_as_the_system_does_and_parts_are_one_text(tmp_pat
             {"messages": [{"role": "user", "content": [{"type": "image"}]}], "ground_truth": "2"},
             "is no text; write a str",
         ),
+        (
+            {"prompt": "<image>1+1=", "images": ["a.png"], "ground_truth": "2"},
+            "images: a world shows none; take the row",
+        ),
         ({"messages": [{"role": "user", "content": None}], "ground_truth": "2"}, "None is no text; write a string"),
     ],
 )

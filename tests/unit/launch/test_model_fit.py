@@ -196,6 +196,28 @@ def test_a_family_that_an_engine_cannot_serve_is_refused_with_the_reason(tmp_pat
     assert refused(model, f"{engine}{{strategy_name: vllm}}") == []
 
 
+def test_padded_rows_of_a_model_that_reads_images_are_refused_before_it_starts(tmp_path):
+    sees = {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "vision_config": {"depth": 2}}
+    model = f"pretrain={model_in(tmp_path / 'm', **sees)}"
+    told = [one for one in refused(model) if "reads images, whose positions" in one]
+    assert "actor_train.micro_batching: fixed, but " in told[0] and told[0].endswith("with max_tokens_per_microbatch")
+    packed = ("micro_batching=packed", "max_tokens_per_microbatch=1024")
+    found = refused(model, *(f"{role}.{key}" for role in ("actor_train", "reference") for key in packed))
+    assert not [one for one in found if "reads images, whose positions" in one]
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_model_that_reads_images_is_refused_with_engines_that_are_not_shown_any(tmp_path, engine):
+    sees = {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "vision_config": {"depth": 2}}
+    model = f"pretrain={model_in(tmp_path / 'm', **sees)}"
+    problem, *_ = refused(model, f"actor_infer.strategy_args={{strategy_name: {engine}}}")
+    assert "error C203: actor_infer.strategy_args.strategy_name: " in problem and "\n" not in problem
+    assert " cannot serve Qwen2_5_VLForConditionalGeneration (" in problem
+    assert problem.endswith("; use strategy_name: hf_infer")
+    found = refused(model, "actor_infer.strategy_args={strategy_name: hf_infer}")
+    assert not [one for one in found if "cannot serve" in one]
+
+
 def test_the_tables_are_those_of_the_installed_vllm():
     """Read from its source: importing it takes seconds."""
     spec = find_spec("vllm")

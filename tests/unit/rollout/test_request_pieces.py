@@ -1,13 +1,14 @@
 """Pieces of an interrupted request become one completion again."""
 
 import asyncio
+import pickle
 from array import array
 from dataclasses import replace
 
 import pytest
 
 from roll_async.rollout.dispatch.requests import PendingRequest
-from roll_async.schema import Completion, ExpertRecord, FinishReason
+from roll_async.schema import Completion, ExpertRecord, FinishReason, Image
 
 
 def piece(tokens, version, reason=FinishReason.ABORT):
@@ -42,6 +43,15 @@ def test_each_attempt_continues_from_the_tokens_so_far_with_what_is_left_of_the_
     assert (second.request_id, list(second.prompt_token_ids)) == ("r#2", [1, 2, 3, 4, 5, 6])
     assert second.sampling.max_new_tokens == 7 and second.sampling.temperature == 0.7
     assert list(pending.request.prompt_token_ids) == [1, 2, 3]
+
+
+def test_every_attempt_carries_the_images_of_the_request_and_none_of_their_bytes_twice(pending):
+    pending.request = replace(pending.request, images=(Image(data=b"png" * 1000, grid=(1, 2)),))
+    first = pending.message("r#1")
+    pending.keep(piece([4, 5], 0))
+    second = pending.message("r#2")
+    assert first.images is second.images is pending.request.images
+    assert len(pickle.dumps([first, second])) < len(pickle.dumps(first)) + 500 < 4500
 
 
 def test_the_pieces_join_into_one_completion_with_runs_of_equal_versions_merged(pending):

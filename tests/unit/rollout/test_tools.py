@@ -18,7 +18,7 @@ from roll_async.rollout.group_source import GroupFate
 from roll_async.rollout.groups import GroupScope, TrajectoryRequest
 from roll_async.rollout.scoring import RewardScoring, ScoringOptions
 from roll_async.rollout.tools import ToolCompletionCallback
-from roll_async.schema import Completion, FinishReason, SamplingParams
+from roll_async.schema import Completion, FinishReason, Image, SamplingParams
 from tests.patience import patient
 
 END = 7
@@ -119,8 +119,9 @@ def test_the_conversation_is_the_very_tokens_of_both_sides_with_the_results_mask
         first, second = call("add", a=1, b=2) + "!", "3"
         speaker = Speaker(replica, first, second)
         async with talking([replica], scorer_class()) as conversations:
-            prompt = build.prompt(ids=(1, 2, 3))
+            prompt = build.prompt(ids=(1, 2, 3), images=(Image(data=b"png", grid=(1, 1)),))
             sample = await conversations.sample(prompt, "s", SAMPLING)
+        assert all(request.images is prompt.images for request in replica.submitted)
         turn_1, answer, turn_2 = [*map(ord, first), END], [ord(c) for c in "[3]"], [ord("3"), END]
         assert sample.response_token_ids.tolist() == turn_1 + answer + turn_2
         assert speaker.prompts == [[1, 2, 3], [1, 2, 3, *turn_1, *answer]]

@@ -1,12 +1,13 @@
 """Groups to tensors, against a loop over tokens."""
 
 from array import array
+from dataclasses import replace
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from roll_async.schema import ExpertRecord
+from roll_async.schema import ExpertRecord, Image
 from roll_async.trainer.collate import collate
 
 
@@ -88,3 +89,11 @@ def test_the_arrays_of_the_groups_are_not_changed_by_what_the_trainer_does(build
     batch.behaviour_logprobs.zero_()
     assert group.samples[0].response_token_ids.tolist() == [7, 8]
     assert group.samples[0].behaviour_logprobs.tolist() == [-0.5, -0.5]
+
+
+def test_rows_have_the_images_of_their_prompt(build):
+    image = Image(data=b"a file", grid=(1, 2))
+    seen, plain = replace(build.prompt(ids=(5, 6)), images=(image,)), build.prompt(ids=(1, 2))
+    groups = [build.group(0, 0, prompt=plain, scores=(1.0,)), build.group(1, 0, prompt=seen, scores=(1.0, 0.0))]
+    assert collate(groups, step=1, domains=(seen.domain,)).images == ((), (image,), (image,))
+    assert collate(groups[:1], step=1, domains=(seen.domain,)).images == ()

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from roll_async.schema import ExpertRows
+from roll_async.prompts.images import laid_out
+from roll_async.schema import ExpertRows, Image
 from roll_async.trainer.megatron.micro_batches import ContextShare, StepRows, cut, rows_of
 from roll_async.trainer.megatron.settings import MegatronSettings, ParallelSizes
 
@@ -175,3 +176,56 @@ def test_copies_are_fed_once_and_each_takes_its_answers_and_gives_its_gradient(m
     # 9 = 1 + 3 + 5, 2 = 0 + 2: each position of a fed row is given what its copies give together.
     assert answers.grad.sum() == 9 * whole.mask[1].sum() + 4 * whole.mask[4].sum() + 2 * whole.mask[0].sum()
     assert set(answers.grad.tolist()) == {0.0, 9.0, 4.0, 2.0}
+
+
+IMAGE_TOKEN = 1000
+LARGE, SMALL = Image(data=b"large", grid=(2, 3)), Image(data=b"small", grid=(1, 2))
+
+
+def step_with_images():
+    """Rows 1, 3 and 4 have images, the last two the same one."""
+    images, plain = ((), (SMALL, LARGE), (), (LARGE,), (LARGE,)), step()
+    for row, seen in enumerate(images):
+        start = 2
+        for image in seen:
+            plain.tokens[row, start : start + image.num_tokens] = IMAGE_TOKEN
+            start += image.num_tokens + 1
+    return replace(plain, images=images)
+
+
+@pytest.mark.parametrize("context", [1, 2])
+def test_image_tokens_carry_their_axes_and_the_output_that_takes_their_place(context):
+    whole, rows = step_with_images(), [3, 1, 0, 4]
+    settings = MegatronSettings(
+        model_folder="", micro_batching="packed", max_tokens_per_microbatch=64, parallel=ParallelSizes(context=context)
+    )
+    found = {}
+    for rank in range(context):
+        share = ContextShare(rank=rank, size=context)
+        feed = cut(alone(rows), whole, settings, device=CPU, context=share, image_token=IMAGE_TOKEN).feed
+        # An image that two rows see is seen once.
+        assert feed.images == (LARGE, SMALL)
+        first = {LARGE: 0, SMALL: LARGE.num_tokens}
+        for s in range(feed.tokens.shape[1]):
+            told = feed.axes[:, 0, s].tolist(), int(feed.slots[0, s])
+            found[rank, s] = told
+            if feed.padding[0, s]:
+                assert told == ([0, 0, 0], -1)
+    # Every token of every row is on one rank, with what the row alone gives it.
+    every = sorted((axes, slot) for axes, slot in found.values())
+    expected = []
+    for row in rows:
+        length, seen = int(whole.lengths[row]), whole.images[row]
+        axes, own = laid_out(whole.tokens[row, :length], seen, IMAGE_TOKEN)
+        outputs = [first[image] + i for image in seen for i in range(image.num_tokens)]
+        expected += [(axes[:, t].tolist(), outputs[own[t]] if own[t] >= 0 else -1) for t in range(length)]
+    filler = [([0, 0, 0], -1)] * (len(every) - len(expected))
+    assert every == sorted(expected + filler)
+
+
+def test_rows_keep_their_images_when_some_are_taken_and_text_has_no_axes():
+    whole = step_with_images()
+    assert whole.taken(torch.tensor([4, 0])).images == ((LARGE,), ())
+    assert step().taken(torch.tensor([4, 0])).images == ()
+    (part,) = feeds([0, 1], "packed", 1)
+    assert part.feed.axes is None and part.feed.slots is None and part.feed.images == ()

@@ -8,7 +8,7 @@ import torch
 
 from roll_async.algorithms.objective import LossSettings
 from roll_async.config.options.policy_loss_options import PpoOptions
-from roll_async.schema import ExpertRows
+from roll_async.schema import ExpertRows, Image
 from roll_async.trainer.megatron.model.model_flops import ModelFlops
 from roll_async.trainer.megatron.settings import MegatronSettings
 from roll_async.trainer.megatron.shares import BatchSplitter, ModelTraits
@@ -202,3 +202,17 @@ def test_copies_are_all_fed_where_they_are_not_answered_alike(fields):
     (share,) = splitter(1, **fields).policy(with_copies())
     assert all(len(rows) == 1 for part in share.mini_batches for batch in part.micro_batches for rows in batch)
     assert [part.copied_rows_share for part in share.mini_batches] == [0, 0]
+
+
+def test_rows_that_see_other_images_are_no_copies_and_each_share_has_its_own():
+    (scored, policy), one, other = rows(), Image(data=b"1", grid=(1, 1)), Image(data=b"2", grid=(1, 1))
+    alike = {"tokens": scored.tokens[:1].expand(4, -1), "lengths": scored.lengths[:1].expand(4)}
+    images = ((one,), (other,), (one,), (other,))
+    few = TokenRows(**alike, mask=scored.mask[:1].expand(4, -1), images=images)
+    shares = splitter(2, "packed").scoring(few)
+    assert [share.mini_batches[0].copied_rows_share for share in shares] == [0.5, 0.5]
+    for share in shares:
+        fed = [copies for batch in share.mini_batches[0].micro_batches for copies in batch]
+        assert [{share.rows.images[row] for row in copies} for copies in fed] in ([{(one,)}], [{(other,)}])
+    with pytest.raises(ValueError, match="micro_batching=fixed .* have images, .* set micro_batching: packed"):
+        splitter(1).policy(replace(policy, images=((one,),) * NUM_ROWS))

@@ -45,7 +45,7 @@ class PackedRows(PackedSeqParams):
     lengths: tuple[int, ...]
     """Of the rows, on this context rank."""
     positions: Tensor
-    """[N] int64: of each token in its row."""
+    """[N] int64: of each token in its row; [3,N] in time, height and width."""
 
     @classmethod
     def of(cls, bounds: Sequence[int], starts: Tensor, positions: Tensor, *, ranks: int, on_device: bool) -> PackedRows:
@@ -164,16 +164,21 @@ def flash_problem(dtype: torch.dtype, head_size: int, device: torch.device) -> s
 class Rotation:
     """Rotary embeddings of queries and keys: angles are looked up once for all layers of a micro-batch."""
 
-    def __init__(self, frequencies: Tensor, factor: float, *, interleaved: bool) -> None:
+    def __init__(
+        self, frequencies: Tensor, factor: float, *, interleaved: bool, sections: tuple[int, ...] = ()
+    ) -> None:
         """`frequencies` [D/2] angle per position; `factor` of cosines and sines; `interleaved`: neighbours are a pair,
-        else the halves of a head.
+        else the halves of a head; `sections`: how many frequencies turn with each axis of positions that have three.
         """
+        self._sections = sections
         self._frequencies, self._factor, self._interleaved = frequencies, factor, interleaved
         self._span: Tensor | None = None
         self._last: tuple[Tensor, tuple[Tensor, Tensor]] | None = None
 
     def __call__(self, query: Tensor, key: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Both rotated, [N,H,D] or [S,B,H,D]. `positions` [N]; None: those of a padded row on this context rank."""
+        """Both rotated, [N,H,D] or [S,B,H,D]. `positions` [N] or [3,N]; None: those of a padded row on this context
+        rank.
+        """
         if positions is None:
             if self._span is None or len(self._span) != len(query):
                 self._span = _shared_positions(len(query), context_group()).to(query.device)
@@ -186,7 +191,11 @@ class Rotation:
     def _look_up(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """[N,D/2] cosines and sines."""
         self._frequencies = self._frequencies.to(positions.device)
-        angles = torch.outer(positions.float(), self._frequencies)
+        if positions.dim() == 1:
+            angles = torch.outer(positions.float(), self._frequencies)
+        else:
+            of_axes = zip(positions.float(), self._frequencies.split(self._sections), strict=True)
+            angles = torch.cat([torch.outer(*axis) for axis in of_axes], -1)
         return (angles.cos() * self._factor).to(dtype), (angles.sin() * self._factor).to(dtype)
 
 

@@ -35,14 +35,19 @@ def largest_difference(megatron: Path, hf: Path, files: Path) -> tuple[float, fl
     return (ours - theirs).abs().max().item(), theirs.abs().max().item()
 
 
-@torch.no_grad()
-def _transformers_logits(folder: Path, tokens: Tensor) -> Tensor:
-    from transformers import AutoModelForCausalLM
+def transformers_model(folder: Path) -> torch.nn.Module:
+    """Transformers' own of a folder, in float32, with its tower if it has one."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-    return model.eval()(tokens).logits
+    kind = AutoModelForImageTextToText if "vision_config" in HfFolder(folder).config else AutoModelForCausalLM
+    return kind.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+
+
+@torch.no_grad()
+def _transformers_logits(folder: Path, tokens: Tensor) -> Tensor:
+    return transformers_model(folder)(tokens).logits
 
 
 @torch.no_grad()

@@ -27,6 +27,7 @@ from roll_async.checkpoint.transforms import HeadLayout, shard, to_hf, to_megatr
 from roll_async.observe.trace import starting
 from roll_async.trainer.megatron import ranks
 from roll_async.trainer.megatron.model.attention import LONGEST_SHARED_ROW, Rotation
+from roll_async.trainer.megatron.model.images import add_tower
 from roll_async.trainer.megatron.model.layer_spec import block_spec, choose_layers
 from roll_async.trainer.megatron.model.lora import (
     ADAPTER,
@@ -125,7 +126,7 @@ class HfBackedModel:
         for chunk in self.chunks:
             names = {name: self._global_name(chunk, name) for name, _ in chunk.named_parameters()}
             # PEFT's halves of a tensor that holds all experts have another form.
-            names = {name: whole for name, whole in names.items() if not self._match(whole).row.transform.transposes}
+            names = {name: whole for name, whole in names.items() if not self.match(whole).row.transform.transposes}
             found |= add_adapters(chunk, lora, names)
         everywhere = _union(found)
         missing = (target_layers(lora.targets) or set()) - everywhere
@@ -140,7 +141,7 @@ class HfBackedModel:
         """Raises ValueError for a prefix that no parameter of the whole model has."""
         found: set[str] = set()
         for name, parameter in self.named_parameters():
-            names = (name, *(() if ADAPTER in name else self._match(name).hf_names))
+            names = (name, *(() if ADAPTER in name else self.match(name).hf_names))
             hits = {prefix for prefix in prefixes if any(n.startswith(prefix) for n in names)}
             if hits:
                 parameter.requires_grad_(False)
@@ -166,6 +167,11 @@ class HfBackedModel:
                 f"{config.source}: attention sinks were not tried with Transformer Engine's layers; set "
                 "strategy_config.transformer_impl: local"
             )
+        if layers.engine_attention and self._family.reads_images:
+            raise ValueError(
+                f"{config.source}: the three axes of images' positions are turned by local layers alone; set "
+                "strategy_config.transformer_impl: local"
+            )
         rotation = local_rotation = None
         if (local := Rotary.local(config, scaled=self._family.scaled_windows)) is not None:
             if layers.engine_attention:
@@ -177,7 +183,8 @@ class HfBackedModel:
             local_rotation = Rotation(turned, local.attention_factor(), interleaved=False)
         if not layers.engine_attention and not self.config.multi_latent_attention:
             interleaved = self.config.rotary_interleaved
-            rotation = Rotation(frequencies, rotary.attention_factor(), interleaved=interleaved)
+            factor = rotary.attention_factor()
+            rotation = Rotation(frequencies, factor, interleaved=interleaved, sections=rotary.sections)
         module = GPTModel(
             config=self.config,
             transformer_layer_spec=block_spec(  # pyright: ignore[reportArgumentType]  # Megatron takes a block's, too
@@ -201,6 +208,8 @@ class HfBackedModel:
         )
         if rotation is None and rotary.kind != "default" and not self.config.multi_latent_attention:
             module.rotary_pos_emb.inv_freq = frequencies
+        if self._family.reads_images and module.pre_process:
+            add_tower(module, config)
         _mark_shards(module)
         _mark_experts(module)
         _copy_before_biases(module)
@@ -225,7 +234,7 @@ class HfBackedModel:
                     self._load_one(self._global_name(chunk, local_name), tensor)
 
     def _load_one(self, name: str, target: Tensor) -> None:
-        match = self._match(name)
+        match = self.match(name)
         names = match.hf_names
         if match is VALUE_HEAD and names[0] not in self._hf:
             self._sharded[name] = False
@@ -244,7 +253,8 @@ class HfBackedModel:
             )
         target.copy_(part)
 
-    def _match(self, name: str) -> Match:
+    def match(self, name: str) -> Match:
+        """The HF counterparts of a Megatron name."""
         if self._settings.with_value_head and name == VALUE_HEAD.name:
             return VALUE_HEAD
         return self._family.match(name)
@@ -292,7 +302,7 @@ class HfBackedModel:
                 for name, full in zip(outline.names, fulls, strict=True):
                     if len(self._outlines) > 1:
                         dist.broadcast(full, src=dist.get_global_rank(group, source), group=group)
-                    match = self._match(name)
+                    match = self.match(name)
                     yield from zip(match.hf_names, to_hf(match.row, full, self.heads), strict=True)
 
     def parts(self, content: Content = Content.MERGED) -> Iterator[TensorPart]:
@@ -319,7 +329,7 @@ class HfBackedModel:
     def _sent(self) -> Iterator[tuple[_Held, Match, dict[str, int]]]:
         """What this rank sends of what it holds, and as which part of the whole."""
         held = list(self._held())
-        kinds = [ranks.HolderKind(expert=self._match(h.name).row.is_expert, sharded=h.sharded) for h in held]
+        kinds = [ranks.HolderKind(expert=self.match(h.name).row.is_expert, sharded=h.sharded) for h in held]
         sends = [True] * len(held)
         # By kind, because only parameters of one kind have the same ranks to share the sending with.
         for kind in set(kinds):
@@ -328,7 +338,7 @@ class HfBackedModel:
             for i, owner in zip(own, owners((held[i].tensor.numel() for i in own), count), strict=True):
                 sends[i] = owner == number
         for one in (h for h, sent in zip(held, sends, strict=True) if sent):
-            match = self._match(one.name)
+            match = self.match(one.name)
             group = self._tensor_group(match)
             yield one, match, {"rank": group.rank(), "size": group.size()} if one.sharded else {"rank": 0, "size": 1}
 
@@ -336,7 +346,7 @@ class HfBackedModel:
         """This rank's part of the tensor with its adapter."""
         if held.adapter is None:
             return held.tensor
-        match, delta = self._match(held.name), held.adapter.delta()
+        match, delta = self.match(held.name), held.adapter.delta()
         # The place in the whole tensor: the rounding of the sum must not depend on the layout.
         places = torch.arange(math.prod(self._outline(held).shape), dtype=torch.int32, device=delta.device)
         places = places.view(self._outline(held).shape)
@@ -369,7 +379,7 @@ class HfBackedModel:
         return gathered
 
     def _outline(self, held: _Held) -> _Outline:
-        match = self._match(held.name)
+        match = self.match(held.name)
         shape = list(held.tensor.shape)
         if held.sharded:
             assert match.row.tp_dim is not None
@@ -385,7 +395,7 @@ class HfBackedModel:
 
     def _full(self, held: _Held) -> list[Tensor]:
         """The full Megatron tensor; of an expert, that of each expert-parallel rank."""
-        match = self._match(held.name)
+        match = self.match(held.name)
         full = self._merged(held)
         if held.sharded:
             full = unshard(match.row, _all_gather(full, self._tensor_group(match)))

@@ -16,7 +16,8 @@ from roll_async.checkpoint.transforms import HeadLayout
 from roll_async.trainer.megatron.memory_estimate import fields_of, matrices_of
 from roll_async.trainer.megatron.settings import MegatronSettings
 
-_NOT_MULTIPLIED = ("embedding", "final_layernorm", "norms", "bias", "kv_layernorm")
+_NOT_MULTIPLIED = ("embedding", "final_layernorm", "norms", "bias", "kv_layernorm", "visual")
+"""Images have tokens of their own in the tower, as many as their pixels say: its products are not counted."""
 _BACKWARD = 2
 """Times the forward pass: the gradients of weights and of inputs, once each. Frozen weights have only the latter."""
 PEAK_BF16_TFLOPS = {
