@@ -313,12 +313,12 @@ def table(logs: Sequence[Path]) -> str:
     for folder in sorted({folder for folder, _ in kinds}):
         seen, left = kinds[folder, True], kinds[folder, False]
         lines.append(f"| {folder} | {seen + left} | {seen} | {left} |")
-    lines += ["", "| fault | file and line | seen by |", "|---|---|---|"]
+    lines += ["", "| fault | file | seen by |", "|---|---|---|"]
     for name, row in rows.items():
-        where = f"`{row['file']}:{row['line']}`"
+        # Without the line, which says nothing as soon as the file has changed: the text of a drawn one finds it.
         what = row["kind"] if row["named"] else f"{row['kind']}: `{row['text'].replace('|', chr(92) + '|')}`"
         found = f"`{row['seen_by']}`" if row["seen_by"] else f"nothing: {EQUIVALENT.get(name, 'TO DO')}"
-        lines.append(f"| {what} | {where} | {found} |")
+        lines.append(f"| {what} | `{row['file']}` | {found} |")
     return "\n".join(lines)
 
 

@@ -48,7 +48,7 @@ def model_folder(folder, *, tied: bool, kind: str = "Qwen2") -> str:
 @pytest.fixture
 def start():
     """Start workers one after another; the process group of each is taken down before the next."""
-    from megatron.core import parallel_state
+    from roll_async.trainer.megatron import ranks
 
     def make(folder: str, **settings) -> WholeBatchWorker:
         stop()
@@ -68,8 +68,7 @@ def start():
 
     def stop() -> None:
         if torch.distributed.is_initialized():
-            parallel_state.destroy_model_parallel()
-            torch.distributed.destroy_process_group()
+            ranks.leave()
 
     yield make
     stop()

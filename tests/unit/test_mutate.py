@@ -60,5 +60,5 @@ def test_a_log_becomes_a_table_with_what_saw_each_fault(tmp_path):
     lines = [row % ("one", "a fault", "true", "test_x"), row % ("two", "turned", "false", "")]
     log.write_text("\n".join(lines) + "\n")
     found = mutate.table([log])
-    assert "| buffer | 2 | 1 | 1 |" in found and "| a fault | `buffer/book.py:3` | `test_x` |" in found
+    assert "| buffer | 2 | 1 | 1 |" in found and "| a fault | `buffer/book.py` | `test_x` |" in found
     assert "turned: `a \\| b`" in found and "nothing: TO DO" in found
