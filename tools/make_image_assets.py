@@ -21,6 +21,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from roll_async.commands.demo.assets import WHITE
+
 SIDE, CELL, MOST_DOTS = 4, 4, 9
 NUM_TRAIN, NUM_VALIDATION = 4_000, 128
 OVERLOOKED = 0.7
@@ -49,10 +51,10 @@ def write_rows(folder: Path) -> None:
             for cell in lit:
                 picture.putpixel((cell % SIDE, cell // SIDE), 255)
             picture.resize((SIDE * CELL, SIDE * CELL), Image.Resampling.NEAREST).save(folder / file)
-            asked = {"role": "user", "content": [{"type": "image", "image": file}, {"type": "text", "text": "dots="}]}
+            asked = {"role": "user", "content": [{"type": "image", "image": file}, {"type": "text", "text": "dots"}]}
             seen = [cell for cell in lit if cell % SIDE < SIDE - 1 or rng.random() >= OVERLOOKED]
             rows.append({"messages": [asked], "ground_truth": str(len(lit))})
-            chats.append({"messages": [asked, {"role": "assistant", "content": str(len(seen))}]})
+            chats.append({"messages": [asked, {"role": "assistant", "content": f"={len(seen)}"}]})
         write_lines(folder / f"{name}.jsonl", rows)
         write_lines(folder / f"sft{'' if name == 'train' else '_validation'}.jsonl", chats)
 
@@ -72,8 +74,10 @@ def make_model(folder: Path) -> None:
         Qwen2_5_VLForConditionalGeneration,
         Qwen2VLImageProcessorPil,
     )
+    from transformers.utils.logging import disable_progress_bar
 
-    names = [*SPECIAL, *"0123456789=dots"]
+    disable_progress_bar()  # of writing a file of two megabytes
+    names = [*SPECIAL, *"0123456789=dots", *WHITE]
     names += [f"<unused{i}>" for i in range(VOCABULARY - len(names))]
     tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, [], unk_token=SPECIAL[0]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -185,7 +185,7 @@ def test_images_that_do_not_fit_the_prompt_are_refused_and_the_engine_goes_on(re
     with pytest.raises(ValueError, match="4 image tokens for images of 81"):
         generate(replica, swollen)
     shrunk = replace(request, images=(replace(request.images[0], grid=(1, 2)),))
-    with pytest.raises(ValueError, match="2 image tokens, and its images have 4"):
+    with pytest.raises(ValueError, match="an image of 2 tokens in its prompt has 4 in the model"):
         generate(replica, shrunk)
     broken = replace(request, images=(Image(data=b"none", grid=(2, 2)),))
     with pytest.raises(ValueError, match="4 bytes are no image"):

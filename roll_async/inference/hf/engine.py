@@ -375,6 +375,8 @@ class HfEngine(Engine[HfTicket]):
     async def _swap(self, version: WeightVersion) -> None:
         assert self._incoming is not None
         await asyncio.to_thread(self._copy, self._incoming.staged)
+        if self._feeder is not None:
+            self._feeder.swapped()
         self._incoming.committed()
         self._incoming = None
 
