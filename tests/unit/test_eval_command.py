@@ -13,7 +13,7 @@ from roll_async.cli import main
 from roll_async.config.api import load
 from roll_async.inference.endpoint import EndpointOptions
 from roll_async.launch.agents import validation_tasks
-from roll_async.launch.evaluation import Report, for_evaluation
+from roll_async.launch.evaluation import EndpointRunner, Report, for_evaluation
 from roll_async.pipelines.validation import HeldOut
 from roll_async.prompts.tokenizer import load_tokenizer
 from roll_async.schema import Outcome, SamplingParams, Turn
@@ -249,6 +249,17 @@ def test_a_row_without_an_answer_names_its_file(server, evaluate, tmp_path):
     )
     code, _, err, _ = evaluate(server.url, f"validation.data_args.file_name={tmp_path}/bare.jsonl")
     assert code == 2 and "no prompt for domain addition" in err and "bare.jsonl:1" in err
+
+
+def test_a_row_with_an_image_is_refused_where_nothing_would_show_it(server, evaluate, model, tmp_path):
+    shown = [{"type": "image", "image": "data:image/png;base64,AAAA"}, {"type": "text", "text": "1+1="}]
+    row = {"id": 1, "messages": [{"role": "user", "content": shown}], "ground_truth": "2"}
+    (tmp_path / "shown.jsonl").write_text(json.dumps(row) + "\n")
+    code, _, err, _ = evaluate(server.url, f"validation.data_args.file_name={tmp_path}/shown.jsonl")
+    assert code == 2 and "shown.jsonl:1: an image: " in err and "reads no images; name a model that does" in err
+    config = load(CONFIG, [f"pretrain={model}", f"validation.data_args.file_name={tmp_path}/shown.jsonl"])
+    with pytest.raises(ValueError, match="shown.jsonl:1: an image, and an address is asked in text; measure a model"):
+        EndpointRunner(config, None, None, None)
 
 
 def test_only_the_measured_model_and_its_prompts_are_left_of_the_config():
