@@ -10,8 +10,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from roll_async.checkpoint.folders.hf_config import HfConfig
-from roll_async.config.engine_traits import EngineTraits
+from roll_async.checkpoint.folders.hf_config import HfConfig, read_json
+from roll_async.config.engine_traits import ENGINE_TRAITS, EngineTraits
 from roll_async.config.versions import refuse_unknown_release
 
 if TYPE_CHECKING:
@@ -42,8 +42,12 @@ SGLANG_ON_CPU = str(Path(sys.prefix) / "sglang")
 
 
 def create_engine(strategy: str, settings: EngineSettings) -> Engine:
-    """Build (not start) the engine of a strategy. Raises ValueError for an untested release of its library."""
+    """Build (not start) the engine of a strategy. Raises ValueError for an untested release of its library, and for a
+    model that reads images where it shows none.
+    """
     refuse_unknown_release(strategy)
+    if (file := Path(settings.model_folder, "config.json")).is_file():
+        refuse_images_unshown(HfConfig(read_json(file), str(file)), ENGINE_TRAITS[strategy])
     return _named(ENGINES[strategy])(settings)
 
 
@@ -92,6 +96,15 @@ def refuse_attention_on_cpu(config: HfConfig, traits: EngineTraits) -> None:
         raise ValueError(
             f"{config.source}: {traits.title}'s CPU build has attention for heads of {sizes} only, this model's are of "
             f"{size}; use another model, or strategy_name: hf_infer"
+        )
+
+
+def refuse_images_unshown(config: HfConfig, traits: EngineTraits) -> None:
+    """Raises ValueError for a model that reads images and an engine that would let it answer without them."""
+    if "vision_config" in config and traits.unshown is not None:
+        raise ValueError(
+            f"{config.source}: {config.architecture()} reads images, and {traits.title} shows it none: "
+            f"{traits.unshown}; use strategy_name: hf_infer"
         )
 
 

@@ -82,6 +82,8 @@ class Engine(ABC, Generic[T]):
         self._version: WeightVersion | None = None if settings.random_weights else 0
         self._cannot_keep = None if self.traits.keep_in_place else f"is not possible with {self.traits.title}"
         """Why `PauseMode.KEEP` is refused; an engine may find so at its start, of an older release."""
+        self._shows_images = False
+        """Of requests; an engine finds out when it loads the model."""
         self._sleep = SleepRules(self._sleep_levels())
         self._plan: UpdatePlan | None = None
         """Of the update under way."""
@@ -140,6 +142,8 @@ class Engine(ABC, Generic[T]):
     def _open(self, request: GenerateRequest) -> Iterator[T]:
         """The ticket of a request as long as it is here. Raises ValueError for one that cannot be computed."""
         budget = token_budget(request, self._settings)
+        if request.images and not self._shows_images:
+            raise ValueError(f"request {request.request_id} has images, which this model is not shown; use hf_infer")
         self._check(request)
         ticket: T = self.ticket_type(request, budget, held_back(request, self._settings), _now())  # type: ignore[assignment]
         # From here on an abort finds it, admitted or not.

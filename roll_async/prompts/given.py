@@ -159,6 +159,10 @@ class _Encoder:
         tokenizer = told(tokenizer, options.template, options.template_time, options.template_kwargs)
         self._options = options
         try:
+            self._image_token = image_reader(options.tokenizer_folder).token_id
+        except ValueError:  # of a model that reads text alone
+            self._image_token = None
+        try:
             self._chats = ChatEncoder(tokenizer, options.template)
         except ValueError as error:
             raise ValueError(f"{options.key.removesuffix('.file_name')}.template: {error}") from error
@@ -166,6 +170,8 @@ class _Encoder:
     def rows(self, record: dict, folder: Path) -> list[GivenRow]:
         """Of a chat or a sample."""
         if "response_token_ids" in record:
+            if self._image_token in record.get("prompt_token_ids", []):
+                raise ValueError("prompt_token_ids: an image stands there, which a dump does not hold; use `messages`")
             return [_sample(record)]
         answer = record.get("completion", record.get("response"))
         turns = self._prompt(record) if answer is not None else _turns(record.get(self._options.messages))

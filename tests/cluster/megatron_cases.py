@@ -77,9 +77,12 @@ def model_folder(folder, kind, seed=0, vocabulary=VOCABULARY):
     return str(folder)
 
 
-def batch(num_rows=NUM_ROWS, seed=1, *, a_copy=False):
-    """Rows of the certificates, as many as these layouts share evenly."""
-    return rank_side.batch(VOCABULARY, num_rows, seed, a_copy=a_copy)
+def batch(num_rows=NUM_ROWS, seed=1, *, a_copy=False, folder=None):
+    """Rows of the certificates, as many as these layouts share evenly; with images where the model of `folder` reads
+    them.
+    """
+    reader = None if folder is None else rank_side.image_reader(folder)
+    return rank_side.batch(VOCABULARY, num_rows, seed, a_copy=a_copy, reader=reader)
 
 
 def settings_of(folder, *, parallel=None, optimizer=None, loss=None, **fields):
@@ -542,7 +545,7 @@ def logits_in_pieces(rank, world_size, port, settings, budget):
 def critic_values(rank, world_size, port, settings):
     """What a critic says of the batch."""
     worker = start_worker(rank, world_size, port, settings)
-    values = worker.compute_values(batch()[0])
+    values = worker.compute_values(batch(folder=settings.model_folder)[0])
     worker.stop()
     return values
 
@@ -550,7 +553,7 @@ def critic_values(rank, world_size, port, settings):
 def critic_export(rank, world_size, port, settings, folder, export):
     """Two steps of a critic; its values then, its checkpoint and its Hugging Face folder."""
     worker = start_worker(rank, world_size, port, settings)
-    rows, policy = batch()
+    rows, policy = batch(folder=settings.model_folder)
     for step in (1, 2):
         worker.update_values(
             ValueRows(
@@ -559,6 +562,7 @@ def critic_export(rank, world_size, port, settings, folder, export):
                 mask=rows.mask,
                 old_values=torch.zeros(rows.tokens.shape),
                 returns=policy.advantages,
+                images=rows.images,
             ),
             step,
         )
@@ -615,9 +619,10 @@ def given_steps(rank, world_size, port, settings, preference=None, steps=3):
 def steps_with_one_image(rank, world_size, port, settings):
     """Metrics of two steps on rows of which one has an image, and the names of tensors that they moved."""
     worker = start_worker(rank, world_size, port, settings)
-    _, policy = rank_side.batch(VOCABULARY, reader=rank_side.image_reader(settings.model_folder))
-    # Image tokens of the other rows are text then.
-    policy = replace(policy, images=tuple(seen if row == 1 else () for row, seen in enumerate(policy.images)))
+    _, policy = batch(folder=settings.model_folder)
+    # Image tokens of the other rows are text then. Of what is not clipped, that row has something to learn.
+    images = tuple(seen if row == 1 else () for row, seen in enumerate(policy.images))
+    policy = replace(policy, images=images, advantages=policy.advantages.abs())
     before = {name: tensor.clone() for name, tensor in worker.export_named_tensors()}
     steps = [worker.update_policy(policy, step) for step in (1, 2)]
     moved = {name for name, tensor in worker.export_named_tensors() if not torch.equal(tensor, before[name])}

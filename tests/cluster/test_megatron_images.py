@@ -11,6 +11,7 @@ pytest.importorskip("PIL")
 import megatron_cases as cases
 import tiny_families
 
+from roll_async.checkpoint.conversion import ConversionOptions, megatron_to_hf
 from roll_async.commands.certify import rank_side
 
 VOCABULARY = 96
@@ -82,3 +83,16 @@ def test_padded_rows_with_images_and_layers_of_transformer_engine_are_refused(ra
         rank_pool.run(cases.steps_with_one_image, 1, settings=cases.settings_of(folder))
     with pytest.raises(RuntimeError, match="three axes .* set strategy_config.transformer_impl: local"):
         rank_pool.run(cases.engine_layers, 1, folder=folder)
+
+
+def test_a_critic_of_such_a_model_is_saved_converted_and_read_back(rank_pool, folder, tmp_path):
+    settings = cases.settings_of(folder, with_value_head=True, parallel={"pipeline": 2}, **PACKED)
+    places = {"folder": str(tmp_path / "step"), "export": str(tmp_path / "export")}
+    values = rank_pool.run(cases.critic_export, 2, settings=settings, **places)[0]
+    assert values.abs().max() > 1e-3, "an untrained head says zero"
+    megatron_to_hf(tmp_path / "step", tmp_path / "converted", ConversionOptions())
+    for name in ("export", "converted"):
+        settings = cases.settings_of(str(tmp_path / name), with_value_head=True, **PACKED)
+        cases.assert_near(
+            rank_pool.run(cases.critic_values, 1, settings=settings)[0], values, cases.BOUNDS.forward, of=1.0
+        )

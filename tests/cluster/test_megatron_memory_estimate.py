@@ -22,6 +22,7 @@ ROWS = [
     ("dense", 2, {"dtype": "bf16", **DISTRIBUTED}),
     ("MoE", 4, {"dtype": "bf16", "parallel": {"tensor": 2, "expert": 2, "sequence_parallel": True}, **DISTRIBUTED}),
     ("nemotron", 1, {"dtype": "bf16"}),
+    ("qwen2.5-vl", 1, {"dtype": "bf16"}),
     ("gpt-oss", 2, {"dtype": "bf16", "parallel": {"tensor": 2, "sequence_parallel": True}}),
     ("deepseek v3", 2, {"dtype": "bf16", "parallel": {"tensor": 2, "sequence_parallel": True}}),
 ]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from roll_async.checkpoint.folders.hf_folder import HfFolder
 from roll_async.checkpoint.transforms import to_hf
+from roll_async.inference.hf.weights import saved_name
 from roll_async.prompts.images import ImageReader
 from roll_async.schema import Image
 from roll_async.trainer.megatron.model.logits_probe import transformers_model
@@ -268,13 +269,10 @@ def transformers_gradients(folder: Path, vocabulary: int) -> dict[str, Tensor]:
     """Of the mean cross-entropy of the trained tokens, by names in the folder."""
     model, logprobs = _transformers_logprobs(folder, vocabulary)
     (-logprobs.sum() / (logprobs != 0).sum()).backward()
-    # The language model lies beside the tower there.
-    shorter = {"model.visual.": "visual.", "model.language_model.": "model."}
     found = {}
     for name, parameter in model.named_parameters():
-        longer = next((x for x in shorter if name.startswith(x)), "")
         assert parameter.grad is not None, name
-        found[shorter.get(longer, "") + name.removeprefix(longer)] = parameter.grad
+        found[saved_name(name)] = parameter.grad
     return found
 
 

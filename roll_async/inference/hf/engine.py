@@ -90,8 +90,8 @@ class HfEngine(Engine[HfTicket]):
         hf_attention.install()
         settings = self._settings
         config = AutoConfig.from_pretrained(settings.model_folder)
-        sees = getattr(config, "vision_config", None) is not None
-        kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+        self._shows_images = getattr(config, "vision_config", None) is not None
+        kind = AutoModelForImageTextToText if self._shows_images else AutoModelForCausalLM
         form = {"dtype": getattr(torch, TORCH_DTYPES[settings.dtype]), "attn_implementation": settings.attention}
         if settings.random_weights:
             model = kind.from_config(config, **form)
@@ -119,7 +119,7 @@ class HfEngine(Engine[HfTicket]):
 
             # A function: another manager takes its place when truncation is switched on, and after a sleep.
             self._recorder = ExpertRecorder(self._model, lambda: self._manager)
-        if sees:
+        if self._shows_images:
             from roll_async.inference.hf.images import ImageFeeder
 
             self._feeder = ImageFeeder(self._model, settings.model_folder, lambda: self._manager)
@@ -179,8 +179,6 @@ class HfEngine(Engine[HfTicket]):
     def _check(self, request: GenerateRequest) -> None:
         if request.sampling.stop_strings or request.sampling.repetition_penalty != 1.0:
             raise ValueError("hf_infer samples without stop_strings and repetition_penalty; use vllm")
-        if request.images and self._feeder is None:
-            raise ValueError(f"request {request.request_id} has images, and the model reads text alone")
 
     async def _ready(self, ticket: HfTicket) -> bool:
         if not self._settled.is_set():
@@ -196,7 +194,7 @@ class HfEngine(Engine[HfTicket]):
         self._idle.clear()  # nothing was awaited since `_ready`, so managers are not being changed
         try:
             if ticket.request.images:
-                assert self._feeder is not None, "checked"
+                assert self._feeder is not None, "the request was taken"
                 # Shown here: a request that was cancelled meanwhile leaves nothing behind.
                 self._feeder.show(request_id, await asyncio.to_thread(self._feeder.seen, ticket.request))
             if not ticket.finished.is_set():  # else it was aborted meanwhile

@@ -23,7 +23,7 @@ from roll_async.config.schema import (
     WorkerConfig,
 )
 from roll_async.config.versions import is_from
-from roll_async.inference.backends import refuse_attention_on_cpu
+from roll_async.inference.backends import refuse_attention_on_cpu, refuse_images_unshown
 from roll_async.launch.checks.inputs import models_of
 
 Refusal = tuple[str, str]
@@ -44,7 +44,8 @@ def mismatches(config: RunConfig) -> Iterator[Refusal]:
             if found is None:
                 continue
             if (Path(model) / "config.json").is_file() and "architectures" in found:
-                yield from _unshown(config, model, found)
+                if isinstance(config, PipelineConfig) and config.actor_infer.model_args.model_name_or_path == model:
+                    refuse_images_unshown(found, config.actor_infer.engine.traits)
                 described_family(found)
                 yield from _limits(config, key, model, found)
             sizes = ModelSizes.of(found)
@@ -138,16 +139,6 @@ def _limits(config: RunConfig, key: str, model: str, found: HfConfig) -> Iterato
     if not traits.sliding_windows and isinstance(window, tuple) and window[0] + 1 < longest:
         why = f"{traits.title} loses tokens outside of a sliding window; the model's is {window[0] + 1} positions"
         yield key, f"{why} ({found.source}), rows have {longest}; use strategy_name: vllm"
-
-
-def _unshown(config: RunConfig, model: str, found: HfConfig) -> Iterator[Refusal]:
-    """An engine whose model reads images that it would not be shown."""
-    if not isinstance(config, PipelineConfig) or config.actor_infer.model_args.model_name_or_path != model:
-        return
-    why = config.actor_infer.engine.traits.unshown
-    if "vision_config" in found and why is not None:
-        serves = f"{config.actor_infer.engine.traits.title} cannot serve {found.architecture()} ({found.source})"
-        yield "actor_infer.strategy_args.strategy_name", f"{serves}: {why}; use strategy_name: hf_infer"
 
 
 def _blocks(config: PipelineConfig) -> Iterator[Refusal]:

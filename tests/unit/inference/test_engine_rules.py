@@ -2,6 +2,7 @@
 
 import asyncio
 from array import array
+from dataclasses import replace
 
 import pytest
 
@@ -9,7 +10,7 @@ from roll_async.config.engine_traits import ENGINE_TRAITS
 from roll_async.inference.engine import Engine, Tokens
 from roll_async.inference.protocol import EngineLoad, EngineMemory, PauseMode
 from roll_async.inference.settings import EngineSettings
-from roll_async.schema import FinishReason, GenerateRequest, SamplingParams
+from roll_async.schema import FinishReason, GenerateRequest, Image, SamplingParams
 from roll_async.weight_sync.bucket import Bucket, UpdatePlan
 from roll_async.weight_sync.errors import EngineDead, UpdateFailed
 
@@ -116,6 +117,16 @@ def test_a_request_that_waits_is_ended_by_its_abort_alone_and_never_reaches_the_
         await engine.abort(["r", "unknown"])
         assert task.done() and task.result().finish_reason is FinishReason.ABORT
         assert engine.calls == ["halt"] and engine.load().waiting == 0
+
+    asyncio.run(go())
+
+
+def test_a_request_with_images_is_refused_where_the_model_would_answer_without_them():
+    async def go():
+        engine = Library()
+        with pytest.raises(ValueError, match="request r has images, which this model is not shown; use hf_infer"):
+            await engine.generate(replace(request(), images=(Image(data=b"", grid=(1, 1)),)))
+        assert engine.calls == [] and engine.load().waiting == 0
 
     asyncio.run(go())
 

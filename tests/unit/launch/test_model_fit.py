@@ -13,6 +13,8 @@ from roll_async.commands.run import prepare
 from roll_async.config.api import ConfigError
 from roll_async.config.engine_traits import ENGINE_TRAITS
 from roll_async.config.versions import is_from
+from roll_async.inference.backends import create_engine
+from roll_async.inference.settings import EngineSettings
 from roll_async.launch.checks import model_fit
 from roll_async.launch.checks.gate import check_supported
 
@@ -210,12 +212,14 @@ def test_padded_rows_of_a_model_that_reads_images_are_refused_before_it_starts(t
 def test_a_model_that_reads_images_is_refused_with_engines_that_are_not_shown_any(tmp_path, engine):
     sees = {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "vision_config": {"depth": 2}}
     model = f"pretrain={model_in(tmp_path / 'm', **sees)}"
-    problem, *_ = refused(model, f"actor_infer.strategy_args={{strategy_name: {engine}}}")
-    assert "error C203: actor_infer.strategy_args.strategy_name: " in problem and "\n" not in problem
-    assert " cannot serve Qwen2_5_VLForConditionalGeneration (" in problem
-    assert problem.endswith("; use strategy_name: hf_infer")
+    problem = only(model, f"actor_infer.strategy_args={{strategy_name: {engine}}}")
+    assert "error C203: pretrain: " in problem and problem.endswith("; use strategy_name: hf_infer")
+    assert f"ConditionalGeneration reads images, and {ENGINE_TRAITS[engine].title} shows it none: " in problem
+    settings = EngineSettings(model_folder=str(tmp_path / "m"), dtype="fp32", device="cpu", max_model_len=64)
+    with pytest.raises(ValueError, match="reads images, and .* shows it none"):  # of eval, which asks no config
+        create_engine(engine, settings)
     found = refused(model, "actor_infer.strategy_args={strategy_name: hf_infer}")
-    assert not [one for one in found if "cannot serve" in one]
+    assert not [one for one in found if "shows it none" in one]
 
 
 def test_the_tables_are_those_of_the_installed_vllm():

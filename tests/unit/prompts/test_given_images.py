@@ -53,5 +53,7 @@ def test_pairs_have_the_images_of_their_prompt_and_long_rows_with_images_are_not
     assert [image.grid for image in load(column)[0].images] == [(2, 3)]
     with pytest.raises(ValueError, match="no row to train on"):
         load(column, sequence_length=30, long_rows="cut")
+    with pytest.raises(ValueError, match="prompt_token_ids: an image stands there, which a dump does not hold"):
+        load({"prompt_token_ids": [1, IMAGE_ID], "response_token_ids": [2]})
     with pytest.raises(ValueError, match="messages.0.content.0: there is no file .*gone.png"):
         load({"messages": [asked({**LARGE, "image": "gone.png"}), TOLD]})

@@ -55,7 +55,7 @@ def embedded_with_images(model: GPTModel, tower: Tower, feed: ModelFeed, pixels:
     """
     embedded = model.embedding(input_ids=feed.tokens, position_ids=feed.positions)
     outputs = tower(pixels.to(embedded), grid_thw=grid.to(embedded.device)).pooler_output  # [N,H]
-    slots = (torch.full_like(feed.tokens, -1) if feed.slots is None else feed.slots).t()
+    slots = (torch.full_like(feed.tokens, -1) if feed.slots is None else feed.slots).t().contiguous()
     if model.config.sequence_parallel:
         slots = slots.chunk(tensor_group().size())[tensor_group().rank()]
     # Row 0 stands for no output: without it all text would add its zeros to the gradient of one image token.
