@@ -66,6 +66,8 @@ class DataOptions:
     """(ground truth, other columns) of a domain's row; raises ValueError for a row its reward cannot judge."""
     teachers: tuple[str, ...] = ()
     """Names that the column `teacher` may say; a row that chooses none of them is refused."""
+    teachers_unshown: frozenset[str] = frozenset()
+    """Those behind addresses, which are asked in tokens alone: a row with images that chooses one is refused."""
     untaught: frozenset[str] = frozenset()
     """Domains whose rows no teacher scores."""
     num_workers: int = 1
@@ -103,6 +105,7 @@ class DataOptions:
             styles={name: r.style_included for name, r in config.rewards.items() if r.style_included},
             checks=checks,
             teachers=config.teacher_names,
+            teachers_unshown=frozenset(config.teacher_servers),
             untaught=frozenset(config.loss_parts),
             num_workers=data.preprocessing_num_workers,
         )
@@ -215,7 +218,9 @@ def _problem(row: Row, domain: str, options: DataOptions) -> str:
         if (check := options.checks.get(domain)) is not None:
             check(row.ground_truth, row.extra)
         if options.teachers and domain not in options.untaught:
-            teacher_of(domain, row.extra, options.teachers)
+            name = teacher_of(domain, row.extra, options.teachers)
+            if row.images and name in options.teachers_unshown:
+                return f"teacher {name} is behind an address, which is shown no image; name one with a folder"
     except ValueError as error:
         return str(error)
     return ""

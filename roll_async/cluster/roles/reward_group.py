@@ -11,7 +11,7 @@ import asyncio
 import logging
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import ray
@@ -204,7 +204,8 @@ class RayScorer:
             raise self._gone
         number, self._number = self._number, self._number + 1
         result = self._waiting[number] = asyncio.get_running_loop().create_future()
-        self._outbox.append((number, prompt, sample.response_token_ids))
+        asked = replace(prompt, images=()) if prompt.images else prompt  # scorers read texts; files are large
+        self._outbox.append((number, asked, sample.response_token_ids))
         if self._sending is None or self._sending.done():
             self._sending = asyncio.create_task(self._send(), name="reward sender")
         try:

@@ -239,6 +239,14 @@ def test_a_model_of_text_alone_is_told_in_one_line_with_the_row(folder, tmp_path
         load(str(text_model), tmp_path, row(text("a")), row({"type": "image", "image": data_url(png())}))
 
 
+def test_a_teacher_behind_an_address_scores_no_row_with_an_image(folder, tmp_path, caplog):
+    shown = {"type": "image", "image": data_url(png())}
+    rows = [row(shown, teacher="far"), row(shown, teacher="near"), row(text("a"), teacher="far")]
+    names = {"teachers": ("far", "near"), "teachers_unshown": frozenset({"far"})}
+    assert [bool(prompt.images) for prompt in load(folder, tmp_path, *rows, **names)] == [True, False]
+    assert "rows.jsonl:1: teacher far is behind an address, which is shown no image; name one with" in caplog.text
+
+
 def test_the_grid_of_an_image_is_that_of_its_pixels(folder):
     reader = ImageReader(folder)
     images = [reader.image(png(width, height)) for width, height in ((8, 8), (50, 17), (90, 200), (3, 40))]
