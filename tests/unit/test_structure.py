@@ -56,7 +56,7 @@ def test_the_loop_is_two_files_from_the_start_script_a_weight_push_three_and_the
 
 
 LIMITS = {
-    "lines": 73_716,
+    "lines": 74_220,
     "classes": 840,
     "dataclasses": 386,
     "protocols": 65,

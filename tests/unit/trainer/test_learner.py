@@ -1,9 +1,9 @@
 """One training step on fake ranks: what reaches the loss, and what the step says about itself."""
 
 import asyncio
-import dataclasses
 import json
 from array import array
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -16,29 +16,31 @@ from roll_async.config.options.policy_loss_options import KlCovOptions
 from roll_async.config.schema_algorithm import AlgorithmConfig, OverlongBufferConfig
 from roll_async.observe.sample_dump import EVERY_GROUP
 from roll_async.pipelines.metrics import sample_rows
-from roll_async.schema import ExpertRecord, Reward
+from roll_async.schema import ExpertRecord, Image, Reward
 from roll_async.simulator.clock import VirtualLoop, run_virtual
 from roll_async.trainer.learner import Learner, LearnerOptions
 from roll_async.trainer.roles import LearnerParts
 
-ALGORITHM = {field.name for field in dataclasses.fields(AlgorithmConfig)}
+ALGORITHM = {field.name for field in fields(AlgorithmConfig)}
 """What the learner reads of the config's section as it is."""
 
 
 class FakeScoring:
     """Log-probs `shift` above the recorded ones, which are -0.5 everywhere in the mask."""
 
-    def __init__(self, log, name, shift=0.0):
+    def __init__(self, log, name, shift=0.0, scored=None):
         self.log, self.name, self.shift = log, name, shift
+        self.scored = [] if scored is None else scored
 
     async def compute_logprobs(self, rows):
+        self.scored.append(rows)
         self.log.append((self.name, "logprobs" if rows.experts is None else "logprobs, replayed"))
         return torch.where(rows.mask, -0.5 + self.shift, 0.0)
 
 
 class FakeActor(FakeScoring):
-    def __init__(self, log, shift=0.0):
-        super().__init__(log, "actor", shift)
+    def __init__(self, log, shift=0.0, scored=None):
+        super().__init__(log, "actor", shift, scored)
         self.rows, self.rate = [], 1e-3
 
     async def compute_squares(self, rows):
@@ -53,10 +55,12 @@ class FakeActor(FakeScoring):
 
 
 class FakeCritic:
-    def __init__(self, log):
+    def __init__(self, log, scored=None):
         self.log, self.rows = log, []
+        self.scored = [] if scored is None else scored
 
     async def compute_values(self, rows):
+        self.scored.append(rows)
         self.log.append(("critic", "values"))
         return torch.where(rows.mask, 0.5, 0.0)
 
@@ -70,13 +74,13 @@ class Trial:
     """A learner over fakes."""
 
     def __init__(self, *, shift=0.0, reference=None, teacher=None, critic=False, **options):
-        self.log = []
-        self.actor = FakeActor(self.log, shift)
-        self.critic = FakeCritic(self.log) if critic else None
+        self.log, self.scored = [], []
+        self.actor = FakeActor(self.log, shift, self.scored)
+        self.critic = FakeCritic(self.log, self.scored) if critic else None
         parts = LearnerParts(
             actor=self.actor,
-            reference=None if reference is None else FakeScoring(self.log, "reference", reference),
-            teachers={} if teacher is None else {"teacher": FakeScoring(self.log, "teacher", teacher)},
+            reference=None if reference is None else FakeScoring(self.log, "reference", reference, self.scored),
+            teachers={} if teacher is None else {"teacher": FakeScoring(self.log, "teacher", teacher, self.scored)},
             critic=self.critic,
         )
         algorithm = {name: options.pop(name) for name in ALGORITHM & options.keys()}
@@ -158,8 +162,8 @@ def step_of_all_roles(build, sharing, options):
     )
     learner = Learner(parts, trial.learner._options)
     report = run_virtual(learner.learn([build.group(0)], 1), VirtualLoop(threads_inline=True))
-    fields = [(f.name, getattr(rows, f.name)) for rows in trial.actor.rows for f in dataclasses.fields(rows)]
-    return report, {name: x for name, x in fields if isinstance(x, torch.Tensor)}, trial.log
+    told = [(f.name, getattr(rows, f.name)) for rows in trial.actor.rows for f in fields(rows)]
+    return report, {name: x for name, x in told if isinstance(x, torch.Tensor)}, trial.log
 
 
 @pytest.mark.parametrize(
@@ -364,7 +368,7 @@ def test_the_overlong_penalty_is_on_the_scale_of_the_shifted_reward(build):
 def test_a_greedy_baseline_is_subtracted_on_the_scale_of_the_shaped_scores(build, options, wanted):
     """remax: what the actor gets is shaped(score) - shaped(greedy score)."""
     groups = [
-        dataclasses.replace(build.group(i, scores=scores), baseline_score=greedy)
+        replace(build.group(i, scores=scores), baseline_score=greedy)
         for i, (scores, greedy) in enumerate([((1.0, 0.0), 0.5), ((3.0, 1.0), 4.0)])
     ]
     rows = Trial(adv_estimator="remax", **options).step(groups)
@@ -378,7 +382,7 @@ def test_a_greedy_baseline_is_subtracted_on_the_scale_of_the_shaped_scores(build
 def test_the_overlong_penalty_is_the_samples_own_and_leaves_the_greedy_baseline_alone(build):
     (group,) = of_lengths(build, (4, 1.0), (8, 1.0))
     trial = Trial(adv_estimator="remax", overlong_buffer=OverlongBufferConfig(enable=True, len=4), reward_scale=2.0)
-    rows = trial.step([dataclasses.replace(group, baseline_score=0.5)])
+    rows = trial.step([replace(group, baseline_score=0.5)])
     assert [float(a[mask][0]) for a, mask in zip(rows.advantages, rows.mask, strict=True)] == [1.0, 0.0]
 
 
@@ -487,6 +491,16 @@ def test_with_a_critic_values_are_the_baseline_and_are_trained_too(build):
     advantages = trial.actor.rows[0].advantages
     assert torch.allclose(values.returns[values.mask], (advantages + values.old_values)[values.mask])
     assert trial.report.metrics["critic/loss"] == 0.5
+
+
+def test_every_role_is_given_the_images_of_each_row(build):
+    image = Image(data=b"a file", grid=(1, 2))
+    seen = replace(build.prompt(ids=(5, 6)), images=(image,))
+    groups = [build.group(0, prompt=seen, scores=(1.0, 0.0)), build.group(1, scores=(1.0, 0.0))]
+    trial = Trial(critic=True, adv_estimator="gae", kl_loss_coef=0.1, reference=0.0, teacher=0.0, distill_coef=0.5)
+    trial.step(groups)
+    given = [*trial.scored, *trial.actor.rows, *trial.critic.rows]
+    assert len(given) == 6 and {rows.images for rows in given} == {((image,), (image,), (), ())}
 
 
 def test_while_the_critic_warms_up_the_actor_is_not_trained(build):
