@@ -131,15 +131,15 @@ def _load(options: DataOptions, every_domain: bool) -> dict[str, list[Prompt]]:
 
     def routed() -> Iterator[tuple[Row, str]]:
         for row in read_rows(options.files, options.columns, bad):
+            domain = domain_of(row, options.domains, options.styles)
+            if domain is None:
+                unrouted[row.tag] += 1
+                continue
             if row.images:
                 try:
                     image_reader(options.tokenizer_folder)
                 except ValueError as error:  # no row with an image can be read
                     raise ValueError(f"{row.where}: an image: {error}") from error
-            domain = domain_of(row, options.domains, options.styles)
-            if domain is None:
-                unrouted[row.tag] += 1
-                continue
             if domain in options.maths:
                 row = replace(row, ground_truth=final_number(row.ground_truth))
             problem = _problem(row, domain, options)
