@@ -229,3 +229,10 @@ def test_rows_keep_their_images_when_some_are_taken_and_text_has_no_axes():
     assert step().taken(torch.tensor([4, 0])).images == ()
     (part,) = feeds([0, 1], "packed", 1)
     assert part.feed.axes is None and part.feed.slots is None and part.feed.images == ()
+
+
+def test_filler_of_a_batch_with_images_sees_none():
+    settings = MegatronSettings(model_folder="", micro_batching="packed", max_tokens_per_microbatch=64)
+    whole = step_with_images()
+    feed = cut([], whole, settings, device=CPU, context=ContextShare(), image_token=IMAGE_TOKEN).feed
+    assert feed.images == () and (feed.slots == -1).all() and feed.axes.shape == (3, *feed.tokens.shape)
