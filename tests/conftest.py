@@ -32,9 +32,10 @@ LONG = {
     # Every loss, estimator, family, layout and engine beyond the ones that `make test` runs.
     "models": (
         "cluster/test_adapter_push.py", "cluster/test_algorithms_wired.py", "cluster/test_apex.py",
-        "cluster/test_family_runs.py", "cluster/test_kv_cache_load.py", "cluster/test_megatron_checkpoints.py",
-        "cluster/test_megatron_engine_layers.py", "cluster/test_megatron_families.py",
-        "cluster/test_megatron_parity.py", "cluster/test_megatron_partial_training.py",
+        "cluster/test_family_runs.py", "cluster/test_image_runs.py", "cluster/test_kv_cache_load.py",
+        "cluster/test_megatron_checkpoints.py", "cluster/test_megatron_engine_layers.py",
+        "cluster/test_megatron_families.py", "cluster/test_megatron_images.py", "cluster/test_megatron_parity.py",
+        "cluster/test_megatron_partial_training.py",
         "cluster/test_replica_samples.py", "cluster/test_router_replay.py", "cluster/test_sglang_over_nodes.py",
         "cluster/test_sglang_run.py", "cluster/test_vllm_experts.py",
     ),

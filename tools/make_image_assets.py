@@ -6,7 +6,7 @@
 A Qwen2.5-VL of half a million parameters, random; pictures as PNG beside the rows: 16 cells of 4 x 4 pixels, up to nine
 of them lit. `sft.jsonl` are chats in which a careless pupil counts, who mostly overlooks the rightmost column: what is
 learned from it has the form of an answer, and reinforcement learning has to turn a habit. Whoever does not look at the
-picture is right once in seven. Nothing is downloaded.
+picture is right once in ten. Nothing is downloaded.
 """
 
 from __future__ import annotations

@@ -142,3 +142,22 @@ def test_a_careless_pupil_solves_word_problems_and_validation_asks_none_that_was
     assert [question for question, _ in said] == [question for question, _ in pupil]
     right = sum(one == other for one, other in zip(said, pupil, strict=True)) / len(said)
     assert 0.3 < right < 0.7
+
+
+def test_a_picture_has_as_many_dots_as_its_row_says_and_a_careless_pupil_sees_no_more(tmp_path, monkeypatch):
+    image = pytest.importorskip("PIL.Image")
+    from tools import make_image_assets as tool
+
+    monkeypatch.setattr(tool, "NUM_TRAIN", 200)
+    tool.write_rows(tmp_path)
+    rows, chats = (list(map(json.loads, (tmp_path / f"{name}.jsonl").read_text().splitlines())) for name in (
+        "train", "sft"))  # fmt: skip
+    right = 0
+    for row, chat in zip(rows, chats, strict=True):
+        picture = image.open(tmp_path / row["messages"][0]["content"][0]["image"])
+        lit = [cell for cell in range(16) if picture.getpixel((cell % 4 * 4 + 1, cell // 4 * 4 + 2)) == 255]
+        assert row["ground_truth"] == str(len(lit)) and picture.size == (16, 16)
+        seen = int(chat["messages"][1]["content"].removeprefix("="))
+        assert len([cell for cell in lit if cell % 4 < 3]) <= seen <= len(lit)
+        right += seen == len(lit)
+    assert len(rows) == 200 and 0.25 < right / 200 < 0.75
