@@ -9,6 +9,7 @@ pytest.importorskip("megatron.core")
 
 from megatron.core import parallel_state
 
+from roll_async.trainer.megatron.micro_batches import ModelFeed
 from roll_async.trainer.megatron.runner import ModelRunner
 from roll_async.trainer.megatron.settings import MegatronSettings
 from roll_async.trainer.megatron.state.optimizer_state import MAIN, ParameterState
@@ -29,9 +30,9 @@ def test_local_layers_find_the_bounds_of_packed_rows_on_the_host_and_kernels_on_
     model = Recorder(1, 1, device=DEVICE)
     config = SimpleNamespace(num_moe_experts=None, moe_aux_loss_coeff=0.0)
     runner = ModelRunner([model], config, MegatronSettings(model_folder="", transformer_impl="local"))
-    feed = {name: torch.zeros(1, 5, device=DEVICE) for name in ("tokens", "positions", "targets", "wanted", "padding")}
+    feed = {name: torch.zeros(1, 5, device=DEVICE) for name in ("tokens", "positions", "targets", "asked", "padding")}
     starts = torch.zeros(3, dtype=torch.int32, device=DEVICE)
-    runner._forward(model, SimpleNamespace(bounds=[0, 2, 5], starts=starts, **feed))
+    runner._forward(model, ModelFeed(bounds=(0, 2, 5), starts=starts, **feed))
     packed = model.seen["packed_seq_params"]
     assert (packed.max_seqlen_q, packed.lengths, packed.cu_seqlens_q_padded.tolist()) == (3, (2, 3), [0, 2, 5])
     assert packed.cu_seqlens_kv_padded.device.type == "cpu" and packed.cu_seqlens_q.device == DEVICE
