@@ -280,7 +280,9 @@ def test_an_agent_that_the_end_of_a_run_stops_is_no_agent_that_failed_and_is_not
         outcome = await groups.run_group(tasks.at(0), group_id=5)
         assert outcome.fate is GroupFate.REQUEUED and manager.asked <= 6, "two turns of three agents, none again"
         counts = groups.counts().ratios
-        assert counts["agent/outcomes/cancelled"] == (3.0, 3.0) and counts["agent/outcomes/agent_error"] == (0.0, 3.0)
+        # Whoever is stopped while another one's end is told is not counted any more.
+        cancelled, ended = counts["agent/outcomes/cancelled"]
+        assert cancelled == ended >= 1 and counts["agent/outcomes/agent_error"] == (0.0, ended)
 
     manager = Stopping(tokenizer, lambda request: "the")
     run_groups(tokenizer, work, env_type="faulty_worlds.TwoTurnAgent", manager=manager)
