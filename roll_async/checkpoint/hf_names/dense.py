@@ -167,7 +167,7 @@ def delta_fields(config: HfConfig) -> dict[str, object]:
     kinds = config.values.get("layer_types")
     delta = [bool((i + 1) % every) for i in range(layers)]
     if isinstance(kinds, list):
-        delta = [kind == "linear_attention" for kind in kinds]
+        delta = [kind == "linear_attention" for kind in kinds[:layers]]
     return {
         "qk_layernorm": True,
         "layernorm_zero_centered_gamma": True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from roll_async.checkpoint.folders.hf_config import HfConfig
 from roll_async.checkpoint.hf_names.dense import INPUT_NORM
@@ -70,6 +71,13 @@ def experts(
     )
 
 
+def stacked_experts(hf: str) -> tuple[ParameterRow, ...]:
+    """The same where files hold the experts of a layer as one tensor: HfFolder reads it as one for each expert."""
+    up, down = experts(hf)
+    place = f"{_H}.{hf}.{{e}}"
+    return replace(up, hf=(f"{place}.gate_up_proj",)), replace(down, hf=(f"{place}.down_proj",))
+
+
 def shared_experts(hf: str) -> tuple[ParameterRow, ...]:
     """The MLP every token passes, held by every expert-parallel rank."""
     return (
@@ -103,8 +111,10 @@ def routing_fields(config: HfConfig, *, num_experts: int, expert_size: int, norm
     }
 
 
-def qwen_routing_fields(config: HfConfig) -> dict[str, object]:
-    """Routing in every `decoder_sparse_step`-th layer, but those of `mlp_only_layers`."""
+def qwen_routing_fields(config: HfConfig, *, normalised: bool = False) -> dict[str, object]:
+    """Routing in every `decoder_sparse_step`-th layer, but those of `mlp_only_layers`. `normalised`: see
+    `routing_fields`, where config.json does not say.
+    """
     step, dense = config.integer("decoder_sparse_step", default=1), config.layers("mlp_only_layers")
     # transformers counts layers from 1 here.
     sparse = [i not in dense and (i + 1) % step == 0 for i in range(config.integer("num_hidden_layers"))]
@@ -113,7 +123,7 @@ def qwen_routing_fields(config: HfConfig) -> dict[str, object]:
             config,
             num_experts=config.integer("num_experts", "num_local_experts"),
             expert_size=config.integer("moe_intermediate_size"),
-            normalised=config.flag("norm_topk_prob"),
+            normalised=config.flag("norm_topk_prob", default=normalised),
         ),
         "moe_layer_freq": moe_layers(len(sparse), sparse),
     }

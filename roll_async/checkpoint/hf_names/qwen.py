@@ -1,6 +1,6 @@
 """Qwen's dense families: Qwen2 and Qwen2.5 have biases on queries, keys and values, Qwen3 normalises queries and keys
-instead. Qwen2.5-VL is Qwen2 with a tower for images. Qwen3.5, text alone: a gated delta net in most
-layers, attention with a gate in the others, norms whose weights are stored as what they add to 1.
+instead. Qwen2.5-VL is Qwen2 with a tower for images. Qwen3.5, text alone: a gated delta net in most layers,
+attention with a gate in the others, norms whose weights are stored as what they add to 1.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ FAMILIES = (
         rows=(*EMBEDDING, *GATED_ATTENTION, *DELTA_NET, *DENSE_MLP_NORM, *MLP),
         fields=delta_fields,
         rotary_fraction=0.25,
+        unused=("mtp.*",),
         tiny={"qwen3.5": {**TINY_DELTA, "tie_word_embeddings": True}},
     ),
 )

@@ -48,7 +48,7 @@ def transformer_config(config: HfConfig, family: Family, settings: MegatronSetti
         "num_attention_heads": config.integer("num_attention_heads"),
         "num_query_groups": heads.num_groups,
         "kv_channels": heads.head_size,
-        "ffn_hidden_size": config.integer("intermediate_size"),
+        "ffn_hidden_size": config.integer("intermediate_size", "moe_intermediate_size"),
         "gated_linear_unit": True,
         "activation_func": family.activation,
         "add_bias_linear": False,
