@@ -29,7 +29,6 @@ from roll_async.checkpoint.hf_names.moe import (
     router,
     routing_fields,
     shared_experts,
-    stacked_experts,
 )
 from roll_async.checkpoint.hf_names.table import YARN, Family, ParameterRow, Transform
 
@@ -43,11 +42,13 @@ def _biased(row: ParameterRow, bias: str) -> tuple[ParameterRow, ParameterRow]:
     return row, replace(row, **named, hf=(bias,), tp_dim=None)
 
 
-def _biased_experts() -> tuple[ParameterRow, ...]:
-    """gpt-oss's."""
-    up, down = (replace(row, tp_dim=None) for row in stacked_experts("mlp.experts"))
-    up, down = replace(up, transform=Transform.IN_TURN), replace(down, transform=Transform.TRANSPOSED)
-    return *_biased(up, f"{up.hf[0]}_bias"), *_biased(down, f"{down.hf[0]}_bias")
+def _stacked_experts() -> tuple[ParameterRow, ...]:
+    """gpt-oss's: HfFolder reads the tensors of a layer as one for each expert."""
+    place = "model.layers.{i}.mlp.experts.{e}"
+    up, down = (replace(row, tp_dim=None) for row in experts("mlp.experts"))
+    up = replace(up, hf=(f"{place}.gate_up_proj",), transform=Transform.IN_TURN)
+    down = replace(down, hf=(f"{place}.down_proj",), transform=Transform.TRANSPOSED)
+    return *_biased(up, f"{place}.gate_up_proj_bias"), *_biased(down, f"{place}.down_proj_bias")
 
 
 _SINKS = ParameterRow(
@@ -152,7 +153,7 @@ FAMILIES = (
         rows=(
             *EMBEDDING, *MOE_NORMS, ATTENTION[0], *QKV_BIAS,
             *_biased(OUTPUT_PROJECTION[0], "model.layers.{i}.self_attn.o_proj.bias"), _SINKS,
-            *_biased(router("mlp.router")[0], "model.layers.{i}.mlp.router.bias"), *_biased_experts(),
+            *_biased(router("mlp.router")[0], "model.layers.{i}.mlp.router.bias"), *_stacked_experts(),
         ),
         fields=_gpt_oss_fields,
         tiny={

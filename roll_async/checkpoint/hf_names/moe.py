@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from roll_async.checkpoint.folders.hf_config import HfConfig
 from roll_async.checkpoint.hf_names.dense import INPUT_NORM
@@ -69,13 +68,6 @@ def experts(
             layers=LayerRange.MOE,
         ),
     )
-
-
-def stacked_experts(hf: str) -> tuple[ParameterRow, ...]:
-    """The same where files hold the experts of a layer as one tensor: HfFolder reads it as one for each expert."""
-    up, down = experts(hf)
-    place = f"{_H}.{hf}.{{e}}"
-    return replace(up, hf=(f"{place}.gate_up_proj",)), replace(down, hf=(f"{place}.down_proj",))
 
 
 def shared_experts(hf: str) -> tuple[ParameterRow, ...]:

@@ -1,6 +1,6 @@
 """Qwen's mixtures of experts: Qwen2-MoE has a shared expert behind a gate of its own, Qwen3-MoE routed experts only and
 normalised queries and keys. Some layers of either may be dense. Qwen3-Next and Qwen3.5-MoE, text alone: a gated delta
-net in most layers (qwen.py), and Qwen2-MoE's experts, which files of the latter hold in one tensor a layer.
+net in most layers (qwen.py), and Qwen2-MoE's experts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from roll_async.checkpoint.hf_names.moe import (
     qwen_routing_fields,
     router,
     shared_experts,
-    stacked_experts,
 )
 from roll_async.checkpoint.hf_names.table import Family, LayerRange, ParameterRow, Transform
 
@@ -116,7 +115,7 @@ FAMILIES = (
         architectures=("Qwen3_5MoeForCausalLM",),
         rows=(
             *EMBEDDING, *GATED_ATTENTION, *DELTA_NET, *MOE_MLP_NORM, *router("mlp.gate"),
-            *stacked_experts("mlp.experts"), *shared_experts("mlp.shared_expert"), _SHARED_GATE,
+            *experts("mlp.experts"), *shared_experts("mlp.shared_expert"), _SHARED_GATE,
         ),
         fields=_delta_fields,
         rotary_fraction=0.25,

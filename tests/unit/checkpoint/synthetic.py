@@ -52,11 +52,10 @@ def shape_of_tensor(name, config):
         "kv_a_proj_with_mqa": (c.get("kv_lora_rank", 0) + c.get("qk_rope_head_dim", 0), hidden),
         "kv_b_proj": (heads * (c.get("qk_nope_head_dim", 0) + c.get("v_head_dim", 0)), c.get("kv_lora_rank")),
     }  # fmt: skip
-    # A matrix of one expert of a stack has no `weight`, and gpt-oss's is [in, out].
-    stacked = {"gate_up_proj": (2 * inner, hidden), "down_proj": (hidden, inner), "gate_up_proj_bias": (2 * inner,)}
+    # gpt-oss: a matrix of one expert has no `weight`, and is [in, out].
+    stacked = {"gate_up_proj": (hidden, 2 * inner), "down_proj": (inner, hidden), "gate_up_proj_bias": (2 * inner,)}
     if ".experts." in name and not name.endswith(".weight"):
-        shape = stacked.get(module, (hidden,))
-        return shape[::-1] if "GptOss" in c["architectures"][0] else shape
+        return stacked.get(module, (hidden,))
     if "linear_num_key_heads" in c:
         values, width = c["linear_num_value_heads"], c["linear_conv_kernel_dim"]
         keys, inner = c["linear_num_key_heads"] * c["linear_key_head_dim"], values * c["linear_value_head_dim"]

@@ -75,7 +75,6 @@ def test_no_name_is_used_twice(architecture):
         ("Nemotron", "{L}.mlp.linear_fc1.layer_norm_bias", "{H}.post_attention_layernorm.bias"),
         ("Qwen3_5", "{L}.self_attention.in_proj.layer_norm_weight", "{H}.input_layernorm.weight"),
         ("Qwen3_5", "{L}.self_attention.norm_weight", "{H}.linear_attn.norm.weight"),
-        ("Qwen3_5Moe", "{L}.mlp.experts.linear_fc1.weight5", "{H}.mlp.experts.5.gate_up_proj"),
         ("DeepseekV3", "{L}.mlp.router.expert_bias", "{H}.mlp.gate.e_score_correction_bias"),
         ("DeepseekV3", "{L}.self_attention.linear_kv_up_proj.layer_norm_weight", "{H}.self_attn.kv_a_layernorm.weight"),
     ],
