@@ -123,10 +123,9 @@ def _limits(config: RunConfig, key: str, model: str, found: HfConfig) -> Iterato
     n, traits = config.actor_infer.engine.context_tokens, config.actor_infer.engine.traits
     family, kept = family_of(language_model(found.architecture())), traits.kept_positions
     if (why := traits.unserved.get(family.name)) is not None:
-        yield (
-            key,
-            f"{traits.title} cannot serve {found.architecture()} ({found.source}): {why}; use strategy_name: vllm",
-        )
+        serve = [name for name, other in ENGINE_TRAITS.items() if family.name not in other.unserved]
+        remedy = f"use strategy_name: {serve[0]}" if serve else "no engine does: train it without one (sft, dpo)"
+        yield key, f"{traits.title} cannot serve {found.architecture()} ({found.source}): {why}; {remedy}"
     if n is not None and n + kept > positions >= longest:  # where `longest` does not fit either, that was said
         own = f" and {kept} of {traits.title}'s own" if kept else ""
         most = positions - kept
