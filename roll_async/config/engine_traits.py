@@ -61,7 +61,7 @@ class EngineTraits:
 
 _DELTA_NETS = ("qwen3_5", "qwen3_next", "qwen3_5_moe")
 """Families with gated delta nets."""
-_UNTRIED_DELTA_NETS = dict.fromkeys(_DELTA_NETS, "no run has proved pushes into its gated delta nets")
+_UNTRIED = "no run has proved pushes into its gated delta nets"
 
 ENGINE_TRAITS = {
     "vllm": EngineTraits(
@@ -78,7 +78,10 @@ ENGINE_TRAITS = {
         stages_on_cpu=False,
         max_adapter_rank=512,
         records_whole=False,
-        unserved=_UNTRIED_DELTA_NETS,
+        unserved={
+            **dict.fromkeys(_DELTA_NETS, f"its model wants torchvision beside torch's CPU build; {_UNTRIED}"),
+            "qwen3_next": f"on the CPU its gated delta nets are bf16 alone; {_UNTRIED}",
+        },
         unshown="its processor of images wants torchvision, which does not import beside torch's CPU build",
         # vllm/v1/attention/backends/cpu_attn.py: get_supported_head_sizes
         cpu_head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
@@ -106,7 +109,7 @@ ENGINE_TRAITS = {
         unshown="it is asked in tokens alone",
         unserved={
             "gpt_oss": "it takes the experts of a layer as one tensor, and a push has them one by one",
-            **_UNTRIED_DELTA_NETS,
+            **dict.fromkeys(_DELTA_NETS, _UNTRIED),
         },
     ),
     "hf_infer": EngineTraits(

@@ -14,6 +14,7 @@ from roll_async.checkpoint.hf_names.value_head import language_model
 from roll_async.checkpoint.known_models import known_config
 from roll_async.checkpoint.model_sizes import ModelSizes, embedding_rows, longest_context, pieces, tokenizer_rows
 from roll_async.checkpoint.rotary import Rotary
+from roll_async.config.engine_traits import ENGINE_TRAITS
 from roll_async.config.schema import (
     MegatronInferConfig,
     MegatronTrainConfig,
