@@ -29,7 +29,7 @@ from roll_async.checkpoint.hf_names.value_head import VALUE_HEAD, has_value_head
 from roll_async.checkpoint.lora import LoraAdapter, merged, write_adapter
 from roll_async.checkpoint.lora_targets import ADAPTER_HALVES, adapter_half
 from roll_async.checkpoint.tower import tower_shapes
-from roll_async.checkpoint.transforms import HeadLayout, to_hf, to_megatron
+from roll_async.checkpoint.transforms import HeadLayout, rows_of_hf, to_hf, to_megatron
 
 _UP, _DOWN = ".adapter.up", ".adapter.down"
 
@@ -171,8 +171,8 @@ class MegatronAsHf:
 
     def _rows(self, match: Match, shape: tuple[int, ...]) -> list[int]:
         """First dimension of each HF tensor."""
-        if match.row.transform is Transform.QKV and len(match.hf_names) > 1:
-            return self._model.heads.rows()
+        if match.row.transform.groups_heads:
+            return [sum(rows) for rows in rows_of_hf(match.row, self._model.heads)]
         return [shape[0] // len(match.hf_names)] * len(match.hf_names)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -330,8 +330,8 @@ def _piece(match: Match, folder: HfFolder, model: _Model, dtype: torch.dtype | N
     for spec in specs[1:]:
         if (spec.shape[1:], spec.dtype) != (specs[0].shape[1:], own):
             raise ValueError(f"{folder.path}: {spec.name} and {specs[0].name} do not fit each other in shape and dtype")
-    wanted = model.heads.rows() if len(specs) > 1 else [sum(model.heads.rows())]
-    if match.row.transform is Transform.QKV and [spec.shape[0] for spec in specs] != wanted:
+    grouped = match.row.transform.groups_heads
+    if grouped and [spec.shape[0] for spec in specs] != [sum(rows) for rows in rows_of_hf(match.row, model.heads)]:
         raise ValueError(f"{folder.path}: {specs[0].name} and its neighbours do not have the heads of config.json")
     stored = key_to_write(match, model.shape)
     # A fused Megatron tensor has the rows of all of its HF tensors.

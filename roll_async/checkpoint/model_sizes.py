@@ -37,7 +37,8 @@ class ModelSizes:
             num_hidden_layers=config.integer("num_hidden_layers"),
             num_attention_heads=heads,
             num_key_value_heads=config.integer("num_key_value_heads", default=heads),
-            intermediate_size=config.integer("intermediate_size"),
+            # Models whose layers all have experts may have none beside theirs.
+            intermediate_size=config.integer("intermediate_size", "moe_intermediate_size"),
             vocab_size=config.integer("vocab_size"),
             num_experts=experts,
             moe_intermediate_size=config.integer("moe_intermediate_size", default=0) if experts else 0,

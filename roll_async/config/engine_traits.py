@@ -59,6 +59,10 @@ class EngineTraits:
     """By device, of which the blocks of its KV cache must be a multiple."""
 
 
+_DELTA_NETS = ("qwen3_5", "qwen3_next", "qwen3_5_moe")
+"""Families with gated delta nets."""
+_UNTRIED = "no run has proved pushes into its gated delta nets"
+
 ENGINE_TRAITS = {
     "vllm": EngineTraits(
         title="vLLM",
@@ -74,6 +78,10 @@ ENGINE_TRAITS = {
         stages_on_cpu=False,
         max_adapter_rank=512,
         records_whole=False,
+        unserved={
+            **dict.fromkeys(_DELTA_NETS, f"its model wants torchvision beside torch's CPU build; {_UNTRIED}"),
+            "qwen3_next": f"on the CPU its gated delta nets are bf16 alone; {_UNTRIED}",
+        },
         unshown="its processor of images wants torchvision, which does not import beside torch's CPU build",
         # vllm/v1/attention/backends/cpu_attn.py: get_supported_head_sizes
         cpu_head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
@@ -99,7 +107,10 @@ ENGINE_TRAITS = {
         stages_over_nodes=False,
         max_adapter_rank=0,
         unshown="it is asked in tokens alone",
-        unserved={"gpt_oss": "it takes the experts of a layer as one tensor, and a push has them one by one"},
+        unserved={
+            "gpt_oss": "it takes the experts of a layer as one tensor, and a push has them one by one",
+            **dict.fromkeys(_DELTA_NETS, _UNTRIED),
+        },
     ),
     "hf_infer": EngineTraits(
         title="hf_infer",
@@ -114,6 +125,7 @@ ENGINE_TRAITS = {
         unserved={
             "nemotron": "Transformers' layers of this family do not hand its cache to their attention",
             "gpt_oss": "its attention knows no sinks",
+            **dict.fromkeys(_DELTA_NETS, "its cache holds keys and values, and no state of a gated delta net"),
         },
     ),
 }  # fmt: skip

@@ -63,3 +63,22 @@ def reshard(rank, world_size, port, layout, hf, source, target):
         dist.barrier()
         TorchDistSave(target, {"model": module.sharded_state_dict()}, background=False).finish()
     return difference
+
+
+def logprobs_and_gradients(rank, world_size, port, settings, rows):
+    """Log-probs of rows; this rank's parts of the gradients of their mean cross-entropy by HF names."""
+    from roll_async.commands.certify.rank_side import start_worker
+    from roll_async.trainer.megatron.state.weight_parts import hf_parts
+    from roll_async.trainer.protocol import GivenRows
+
+    worker = start_worker(rank, world_size, port, settings)
+    found = worker.compute_logprobs(rows)
+    given = GivenRows(tokens=rows.tokens, lengths=rows.lengths, mask=rows.mask)
+    worker.update_given(worker.splitter.given(given)[worker.data_parallel_rank], 1)
+    model, parts = worker._model, []
+    for name, parameter in model.named_parameters():
+        size = settings.parallel.tensor if model._sharded[name] else 1
+        tensor_rank = rank % settings.parallel.tensor
+        parts += hf_parts(model.match(name), parameter.main_grad.clone(), model.heads, rank=tensor_rank, size=size)
+    worker.stop()
+    return found, parts

@@ -56,9 +56,9 @@ def test_the_loop_is_two_files_from_the_start_script_a_weight_push_three_and_the
 
 
 LIMITS = {
-    "lines": 74_220,
-    "classes": 840,
-    "dataclasses": 386,
+    "lines": 74_740,
+    "classes": 843,
+    "dataclasses": 388,
     "protocols": 65,
     "functions per 1,000 lines": 68.5,
     "class names with two meanings": 0,

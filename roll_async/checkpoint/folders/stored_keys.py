@@ -36,8 +36,7 @@ def is_parameter(key: str) -> bool:
 
 def key_to_write(match: Match, shape: ModelShape) -> StoredKey:
     """The key that Megatron itself would use for this model."""
-    layers_are_equal = len(set(shape.moe_layers)) == 1
-    return _key(match, match.te_name, shape, stacked=layers_are_equal)
+    return _key(match, match.te_name, shape, stacked=shape.layers_are_equal)
 
 
 def keys_to_read(match: Match, shape: ModelShape) -> list[StoredKey]:

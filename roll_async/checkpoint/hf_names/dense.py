@@ -68,6 +68,38 @@ QK_NORM = (
     ParameterRow(megatron=f"{_L}.self_attention.k_layernorm.weight", hf=(f"{_H}.self_attn.k_norm.weight",)),
 )
 
+# Of models in which most layers have a gated delta net in the place of attention, which has a gate of its output.
+
+GATED_ATTENTION = tuple(
+    replace(row, layers=LayerRange.ATTENTION)
+    for row in (*INPUT_NORM, replace(ATTENTION[0], transform=Transform.GATED_QKV), *OUTPUT_PROJECTION, *QK_NORM)
+)
+
+_DELTA = f"{_L}.self_attention"
+
+DELTA_NET = tuple(
+    replace(row, layers=LayerRange.DELTA)
+    for row in (
+        replace(INPUT_NORM[0], te=f"{_DELTA}.in_proj.layer_norm_weight"),
+        ParameterRow(
+            megatron=f"{_DELTA}.in_proj.weight",
+            hf=tuple(f"{_H}.linear_attn.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")),
+            transform=Transform.DELTA_INPUT,
+            tp_dim=0,
+        ),
+        ParameterRow(
+            megatron=f"{_DELTA}.conv_weight",
+            hf=(f"{_H}.linear_attn.conv1d.weight",),
+            transform=Transform.DELTA_QKV,
+            tp_dim=0,
+        ),
+        ParameterRow(megatron=f"{_DELTA}.A_log", hf=(f"{_H}.linear_attn.A_log",), tp_dim=0),
+        ParameterRow(megatron=f"{_DELTA}.dt_bias", hf=(f"{_H}.linear_attn.dt_bias",), tp_dim=0),
+        ParameterRow(megatron=f"{_DELTA}.norm_weight", hf=(f"{_H}.linear_attn.norm.weight",)),
+        ParameterRow(megatron=f"{_DELTA}.out_proj.weight", hf=(f"{_H}.linear_attn.out_proj.weight",), tp_dim=1),
+    )
+)
+
 OPTIONAL_QK_NORM = tuple(replace(row, optional=True, needed_by="qk_layernorm") for row in QK_NORM)
 
 _FC2 = (
@@ -126,3 +158,29 @@ def window_fields(config: HfConfig, *, but_every: int = 0) -> dict[str, object]:
         return {}
     some = {} if all(windowed) else {"window_attn_skip_freq": [int(seen) for seen in windowed]}
     return {"window_size": (config.integer("sliding_window") - 1, 0), **some}
+
+
+def delta_fields(config: HfConfig) -> dict[str, object]:
+    """A gated delta net in the layers that config.json says, else in all but every `full_attention_interval`-th."""
+    config.require(attention_bias=False)
+    layers, every = config.integer("num_hidden_layers"), config.integer("full_attention_interval", default=4)
+    kinds = config.values.get("layer_types")
+    delta = [bool((i + 1) % every) for i in range(layers)]
+    if isinstance(kinds, list):
+        delta = [kind == "linear_attention" for kind in kinds[:layers]]
+    return {
+        "qk_layernorm": True,
+        "layernorm_zero_centered_gamma": True,
+        "attention_output_gate": True,
+        "linear_attention_freq": [int(x) for x in delta],
+        "linear_conv_kernel_dim": config.integer("linear_conv_kernel_dim"),
+        **{name: config.integer(name) for name in ("linear_num_key_heads", "linear_num_value_heads")},
+        **{name: config.integer(name) for name in ("linear_key_head_dim", "linear_value_head_dim")},
+    }
+
+
+TINY_DELTA = {
+    "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+}  # fmt: skip

@@ -103,8 +103,10 @@ def routing_fields(config: HfConfig, *, num_experts: int, expert_size: int, norm
     }
 
 
-def qwen_routing_fields(config: HfConfig) -> dict[str, object]:
-    """Routing in every `decoder_sparse_step`-th layer, but those of `mlp_only_layers`."""
+def qwen_routing_fields(config: HfConfig, *, normalised: bool = False) -> dict[str, object]:
+    """Routing in every `decoder_sparse_step`-th layer, but those of `mlp_only_layers`. `normalised`: see
+    `routing_fields`, where config.json does not say.
+    """
     step, dense = config.integer("decoder_sparse_step", default=1), config.layers("mlp_only_layers")
     # transformers counts layers from 1 here.
     sparse = [i not in dense and (i + 1) % step == 0 for i in range(config.integer("num_hidden_layers"))]
@@ -113,7 +115,7 @@ def qwen_routing_fields(config: HfConfig) -> dict[str, object]:
             config,
             num_experts=config.integer("num_experts", "num_local_experts"),
             expert_size=config.integer("moe_intermediate_size"),
-            normalised=config.flag("norm_topk_prob"),
+            normalised=config.flag("norm_topk_prob", default=normalised),
         ),
         "moe_layer_freq": moe_layers(len(sparse), sparse),
     }

@@ -30,10 +30,20 @@ class Transform(Enum):
     COPY = "copy"
     # The HF side of both may be one tensor that has the parts one after another.
     QKV = "qkv"  # per key-value group: its query heads, its key head, its value head
+    GATED_QKV = "gated_qkv"  # and after the query heads their gates, which are beside each in the HF tensor
+    # Of the gated delta net, per key head: all that its input is projected to; what goes through its convolution.
+    DELTA_INPUT = "delta_input"
+    DELTA_GROUPED = "delta_grouped"  # the HF tensors are per key head, too
+    DELTA_QKV = "delta_qkv"
     GATE_UP = "gate_up"  # gate over up; under tensor parallelism each rank holds its part of both
     # The HF matrix is [in, out]; a bias is as it is.
     TRANSPOSED = "transposed"
     IN_TURN = "in_turn"  # and its columns are of gate and of up in turn
+
+    @property
+    def groups_heads(self) -> bool:
+        """Whether the rows of a key head, and of what goes with it, are put side by side."""
+        return self.value.endswith("qkv") or self.value.startswith("delta")
 
     @property
     def transposes(self) -> bool:
@@ -47,6 +57,9 @@ class LayerRange(Enum):
     ALL = "all"
     DENSE = "dense"
     MOE = "moe"
+    ATTENTION = "attention"
+    DELTA = "delta"
+    """Of a gated delta net in the place of attention."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,11 +120,27 @@ class ModelShape:
     moe_layers: tuple[bool, ...]
     """For each layer, whether its MLP is a mixture of experts."""
     num_experts: int = 0
+    delta_layers: tuple[bool, ...] = ()
+    """For each layer, whether it has a gated delta net in the place of attention; () = none."""
 
     @property
     def num_layers(self) -> int:
         """Decoder layers."""
         return len(self.moe_layers)
+
+    @property
+    def layers_are_equal(self) -> bool:
+        """Whether all have the same parameters."""
+        return len(set(self.moe_layers)) == 1 and not self.delta_layers
+
+    def ranges_of(self, layer: int) -> set[LayerRange]:
+        """Those that a layer is in."""
+        delta = bool(self.delta_layers) and self.delta_layers[layer]
+        return {
+            LayerRange.ALL,
+            LayerRange.MOE if self.moe_layers[layer] else LayerRange.DENSE,
+            LayerRange.DELTA if delta else LayerRange.ATTENTION,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,12 +198,10 @@ class Family:
         for row in self.rows:
             if "{i}" not in row.megatron:
                 yield _match(row, None, None)
-        for layer, is_moe in enumerate(shape.moe_layers):
+        for layer in range(shape.num_layers):
+            ranges = shape.ranges_of(layer)
             for row in self.rows:
-                if "{i}" in row.megatron and row.layers in (
-                    LayerRange.ALL,
-                    LayerRange.MOE if is_moe else LayerRange.DENSE,
-                ):
+                if "{i}" in row.megatron and row.layers in ranges:
                     for expert in range(shape.num_experts) if row.is_expert else (None,):
                         yield _match(row, layer, expert)
 
@@ -196,11 +223,20 @@ def shape_of(num_layers: int, fields: dict[str, object]) -> ModelShape:
     frequency = fields.get("moe_layer_freq", 1)
     assert isinstance(experts, int)
     if not experts:
-        return ModelShape(moe_layers=(False,) * num_layers)
-    if isinstance(frequency, list):
-        return ModelShape(moe_layers=tuple(bool(x) for x in frequency), num_experts=experts)
-    assert frequency == 1
-    return ModelShape(moe_layers=(True,) * num_layers, num_experts=experts)
+        sparse = (False,) * num_layers
+    elif isinstance(frequency, list):
+        sparse = tuple(bool(x) for x in frequency)
+    else:
+        assert frequency == 1
+        sparse = (True,) * num_layers
+    return ModelShape(moe_layers=sparse, num_experts=experts, delta_layers=delta_layers(fields))
+
+
+def delta_layers(fields: Mapping[str, object]) -> tuple[bool, ...]:
+    """For each layer, whether it has a gated delta net in the place of attention; () = none has."""
+    given = fields.get("linear_attention_freq") or []
+    assert isinstance(given, list)
+    return tuple(bool(x) for x in given)
 
 
 def _match(row: ParameterRow, layer: int | None, expert: int | None) -> Match:

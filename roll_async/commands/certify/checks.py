@@ -230,6 +230,11 @@ def checks_of_engine(family: Family, shape: str, engine: str, work: Path) -> Ite
     """A run of two steps that change the weights: after each push the engine scores rows as the trainer does. With the
     routes of experts replayed, where the engine records them.
     """
+    reasons = {name: traits.unserved.get(family.name) for name, traits in ENGINE_TRAITS.items()}
+    if engine == "auto" and all(reasons.values()):
+        told = "; ".join(f"{name}: {why}" for name, why in reasons.items())
+        yield Check(what="an engine against the trainer, pushes of a run", found=f"none serves it: {told}", holds=True)
+        return
     # vLLM's CPU build has no attention for smaller heads.
     save_tiny(family, shape, work / "engine", hidden_size=32 * int(str(TINY["num_attention_heads"])))
     if engine == "auto":

@@ -14,6 +14,7 @@ from roll_async.checkpoint.hf_names.value_head import language_model
 from roll_async.checkpoint.known_models import known_config
 from roll_async.checkpoint.model_sizes import ModelSizes, embedding_rows, longest_context, pieces, tokenizer_rows
 from roll_async.checkpoint.rotary import Rotary
+from roll_async.config.engine_traits import ENGINE_TRAITS
 from roll_async.config.schema import (
     MegatronInferConfig,
     MegatronTrainConfig,
@@ -123,10 +124,9 @@ def _limits(config: RunConfig, key: str, model: str, found: HfConfig) -> Iterato
     n, traits = config.actor_infer.engine.context_tokens, config.actor_infer.engine.traits
     family, kept = family_of(language_model(found.architecture())), traits.kept_positions
     if (why := traits.unserved.get(family.name)) is not None:
-        yield (
-            key,
-            f"{traits.title} cannot serve {found.architecture()} ({found.source}): {why}; use strategy_name: vllm",
-        )
+        serve = [name for name, other in ENGINE_TRAITS.items() if family.name not in other.unserved]
+        remedy = f"use strategy_name: {serve[0]}" if serve else "no engine does: train it without one (sft, dpo)"
+        yield key, f"{traits.title} cannot serve {found.architecture()} ({found.source}): {why}; {remedy}"
     if n is not None and n + kept > positions >= longest:  # where `longest` does not fit either, that was said
         own = f" and {kept} of {traits.title}'s own" if kept else ""
         most = positions - kept

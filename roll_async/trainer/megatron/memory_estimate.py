@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from roll_async.checkpoint.folders.hf_config import HfConfig
 from roll_async.checkpoint.hf_names.families import family_of
-from roll_async.checkpoint.hf_names.table import Family
+from roll_async.checkpoint.hf_names.table import Family, Transform, delta_layers
 from roll_async.checkpoint.hf_names.value_head import language_model
 from roll_async.checkpoint.lora_targets import target_layers
 from roll_async.checkpoint.tower import tower_shapes
@@ -26,6 +26,8 @@ CHUNK_BYTES = {"cuda": 128 << 20, "cpu": 2 << 20}
 """Of one float32 copy of some rows, where nothing is compiled; up to 3 are alive, 8 with truncated sampling. On the CPU
 they fit a core's cache, and are memory the allocator has at hand: fresh pages cost like a pass.
 """
+DELTA_CHUNK = 64
+"""Positions that a gated delta net solves at once: a triangle of so many rows, and a state kept for so many."""
 _LOGITS_BYTES, _CHUNK_BYTES = LOGITS_BYTES["cuda"], 3 * CHUNK_BYTES["cuda"]
 
 
@@ -161,6 +163,8 @@ _LINEAR = (
     "linear_q_proj",
     "linear_q_up_proj",
     "linear_kv_up_proj",
+    "in_proj",
+    "out_proj",
 )
 
 
@@ -205,13 +209,32 @@ def matrices_of(model: HfConfig, settings: MegatronSettings, *, stage: int, laye
     norms = 2 * (family.input_norms + family.output_norms)
     for layer in layers:
         yield Matrix("norms", of_norm * norms, hidden)
-        yield from _attention(model, family, fields, sizes.tensor)
+        if _has_delta(fields, layer):
+            yield from _delta_net(model, sizes.tensor)
+        else:
+            yield from _attention(model, family, fields, sizes.tensor)
         if _is_sparse(fields, layer):
             yield from _experts(settings, fields, hidden)
         else:
             ffn = model.integer("intermediate_size") // sizes.tensor
             yield Matrix("linear_fc1", ffn * _inputs_of_mlp(fields), hidden)
             yield Matrix("linear_fc2", hidden, ffn)
+
+
+def _has_delta(fields: Mapping[str, object], layer: int) -> bool:
+    found = delta_layers(fields)
+    return bool(found) and found[layer]
+
+
+def _delta_net(model: HfConfig, ranks: int) -> Iterator[Matrix]:
+    heads, hidden = HeadLayout.of(model).of_rank(ranks), model.integer("hidden_size")
+    delta = heads.delta
+    assert delta is not None
+    yield Matrix("in_proj", sum(heads.rows(Transform.DELTA_INPUT)), hidden)
+    yield Matrix("conv_weight", sum(heads.rows(Transform.DELTA_QKV)), model.integer("linear_conv_kernel_dim"))
+    yield Matrix("bias", 2 * delta.num_values, 1)
+    yield Matrix("norms", 1, delta.value_size)
+    yield Matrix("out_proj", hidden, delta.values)
 
 
 def _inputs_of_mlp(fields: Mapping[str, object]) -> int:
@@ -238,7 +261,9 @@ def _attention(model: HfConfig, family: Family, fields: Mapping[str, object], ra
         yield Matrix("linear_proj", hidden, heads * value)
         return
     layout = HeadLayout.of(model)
-    rows, queries = sum(layout.rows()) // ranks, layout.rows()[0] // ranks
+    queries = layout.rows()[0] // ranks
+    gates = queries if fields.get("attention_output_gate") else 0
+    rows = sum(layout.rows()) // ranks + gates
     yield Matrix("linear_qkv", rows, hidden)
     yield Matrix("linear_proj", hidden, queries)
     if fields.get("add_qkv_bias"):
@@ -332,7 +357,16 @@ def _layer_activation(model: HfConfig, settings: MegatronSettings, layer: int) -
         dispatched = 2 * chosen * hidden
     else:
         ffn, dispatched = model.integer("intermediate_size") // sizes.tensor, 0
+    if _has_delta(fields, layer):
+        delta = layout.of_rank(sizes.tensor).delta
+        assert delta is not None
+        # Four of what is projected and convolved in the model's dtype; in float32 queries, keys and values of each
+        # value head, what is made of them chunk by chunk, and three rows of a chunk's triangle.
+        mixed, of_head = 2 * delta.keys + 2 * delta.values, 7 * delta.key_size + 6 * delta.value_size + 3 * DELTA_CHUNK
+        kept = 4 * wide + 4 * mixed + (1 + _inputs_of_mlp(fields)) * ffn + dispatched
+        return kept * _DTYPE_BYTES[settings.dtype] + 4 * delta.num_values * of_head
+    gates = 2 * queries if fields.get("attention_output_gate") else 0
     # Inputs and outputs of two norms; queries, keys before and after rotation, values, output; gate and up, from which
     # the backward pass of a fused SwiGLU makes all else, and their product.
-    kept = 4 * wide + 3 * queries + 2 * keys + values + (1 + _inputs_of_mlp(fields)) * ffn + dispatched
+    kept = 4 * wide + 3 * queries + gates + 2 * keys + values + (1 + _inputs_of_mlp(fields)) * ffn + dispatched
     return kept * _DTYPE_BYTES[settings.dtype]

@@ -56,6 +56,18 @@ def shape_of_tensor(name, config):
     stacked = {"gate_up_proj": (hidden, 2 * inner), "down_proj": (inner, hidden), "gate_up_proj_bias": (2 * inner,)}
     if ".experts." in name and not name.endswith(".weight"):
         return stacked.get(module, (hidden,))
+    if "linear_num_key_heads" in c:
+        values, width = c["linear_num_value_heads"], c["linear_conv_kernel_dim"]
+        keys, inner = c["linear_num_key_heads"] * c["linear_key_head_dim"], values * c["linear_value_head_dim"]
+        delta = {
+            "in_proj_qkv": (2 * keys + inner, hidden), "in_proj_z": (inner, hidden), "in_proj_b": (values, hidden),
+            "in_proj_a": (values, hidden), "in_proj_qkvz": (2 * keys + 2 * inner, hidden),
+            "in_proj_ba": (2 * values, hidden), "conv1d": (2 * keys + inner, 1, width), "A_log": (values,),
+            "dt_bias": (values,), "norm": (c["linear_value_head_dim"],), "out_proj": (hidden, inner),
+        }  # fmt: skip
+        if ".linear_attn." in name:
+            return delta[module]
+        shapes["q_proj"] = (2 * heads * size, hidden)  # and the gates of its heads
     shape = shapes.get(module, (hidden,))
     return shape[:1] if name.endswith(".bias") else shape
 

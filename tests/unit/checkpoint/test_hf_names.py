@@ -16,7 +16,7 @@ from roll_async.checkpoint.hf_names.table import ParameterRow, Transform, shape_
 from roll_async.checkpoint.hf_names.value_head import as_critic, language_model
 from roll_async.checkpoint.rotary import Rotary
 from roll_async.checkpoint.tower import tower_of, tower_shapes
-from roll_async.checkpoint.transforms import HeadLayout, shard, to_hf, to_megatron, unshard
+from roll_async.checkpoint.transforms import DeltaHeads, HeadLayout, rows_of_hf, shard, to_hf, to_megatron, unshard
 
 ARCHITECTURES = list(synthetic.CONFIGS)
 PAGES = Path(__file__).resolve().parents[3] / "docs_roll" / "models"
@@ -73,6 +73,8 @@ def test_no_name_is_used_twice(architecture):
         ("GptOss", "{L}.self_attention.core_attention.softmax_offset", "{H}.self_attn.sinks"),
         ("Olmo2", "{L}.post_self_attn_layernorm.weight", "{H}.post_attention_layernorm.weight"),
         ("Nemotron", "{L}.mlp.linear_fc1.layer_norm_bias", "{H}.post_attention_layernorm.bias"),
+        ("Qwen3_5", "{L}.self_attention.in_proj.layer_norm_weight", "{H}.input_layernorm.weight"),
+        ("Qwen3_5", "{L}.self_attention.norm_weight", "{H}.linear_attn.norm.weight"),
         ("DeepseekV3", "{L}.mlp.router.expert_bias", "{H}.mlp.gate.e_score_correction_bias"),
         ("DeepseekV3", "{L}.self_attention.linear_kv_up_proj.layer_norm_weight", "{H}.self_attn.kv_a_layernorm.weight"),
     ],
@@ -170,13 +172,15 @@ def test_layers_without_experts_are_told_apart():
     assert shape_of(4, family_of("Qwen2MoeForCausalLM").fields(config)).moe_layers == (False, False, False, True)
 
 
-HEADS = HeadLayout(num_groups=2, heads_per_group=3, head_size=4)
+DELTA = DeltaHeads(num_keys=2, values_per_key=3, key_size=4, value_size=5)
+HEADS = HeadLayout(num_groups=2, heads_per_group=3, head_size=4, delta=DELTA)
 
 
 def hf_parts(row):
-    rows = HEADS.rows() if row.transform is Transform.QKV else [24]
-    if len(row.hf) != len(rows):  # the parts are one tensor
-        rows = [sum(rows) // len(row.hf)] * len(row.hf)
+    if row.transform.groups_heads:
+        rows = [sum(of_tensor) for of_tensor in rows_of_hf(row, HEADS)]
+    else:
+        rows = [24 // len(row.hf)] * len(row.hf)
     return [torch.randn(n, 8) for n in rows]
 
 
@@ -191,6 +195,10 @@ def hf_parts(row):
         ParameterRow(megatron="m", hf=("qkv",), transform=Transform.QKV, tp_dim=0),
         ParameterRow(megatron="m", hf=("gate", "up"), transform=Transform.GATE_UP, tp_dim=0),
         ParameterRow(megatron="m", hf=("gate_up",), transform=Transform.GATE_UP, tp_dim=0),
+        ParameterRow(megatron="m", hf=("q", "k", "v"), transform=Transform.GATED_QKV, tp_dim=0),
+        ParameterRow(megatron="m", hf=("qkv", "z", "b", "a"), transform=Transform.DELTA_INPUT, tp_dim=0),
+        ParameterRow(megatron="m", hf=("qkvz", "ba"), transform=Transform.DELTA_GROUPED, tp_dim=0),
+        ParameterRow(megatron="m", hf=("qkv",), transform=Transform.DELTA_QKV, tp_dim=0),
         ParameterRow(megatron="m", hf=("a",), transform=Transform.TRANSPOSED),
         ParameterRow(megatron="m", hf=("gate_up",), transform=Transform.IN_TURN),
     ],
@@ -225,6 +233,25 @@ def test_a_group_of_heads_keeps_its_queries_key_and_value_together():
     heads = HeadLayout(num_groups=2, heads_per_group=2, head_size=1)
     parts = [torch.tensor(x)[:, None] for x in ([0.0, 1, 2, 3], [10.0, 11], [20.0, 21])]
     assert to_megatron(row, parts, heads)[:, 0].tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
+
+
+def test_a_key_head_of_a_delta_net_keeps_all_that_its_input_is_projected_to_together():
+    delta = DeltaHeads(num_keys=2, values_per_key=2, key_size=1, value_size=1)
+    heads = HeadLayout(num_groups=1, heads_per_group=2, head_size=1, delta=delta)
+    qkv, z, b, a = [0.0, 1, 10, 11, 20, 21, 22, 23], [30.0, 31, 32, 33], [40.0, 41, 42, 43], [50.0, 51, 52, 53]
+    row = ParameterRow(megatron="m", hf=("qkv", "z", "b", "a"), transform=Transform.DELTA_INPUT, tp_dim=0)
+    whole = to_megatron(row, [torch.tensor(x)[:, None] for x in (qkv, z, b, a)], heads)
+    assert whole[:10, 0].tolist() == [0, 10, 20, 21, 30, 31, 40, 41, 50, 51], "of the first of two"
+    grouped = ParameterRow(megatron="m", hf=("qkvz", "ba"), transform=Transform.DELTA_GROUPED, tp_dim=0)
+    of_next = [[0.0, 10, 20, 21, 30, 31, 1, 11, 22, 23, 32, 33], [40.0, 41, 50, 51, 42, 43, 52, 53]]
+    assert torch.equal(to_megatron(grouped, [torch.tensor(x)[:, None] for x in of_next], heads), whole)
+
+
+def test_queries_and_their_gates_are_apart_within_a_group_of_heads():
+    row = ParameterRow(megatron="m", hf=("q", "k", "v"), transform=Transform.GATED_QKV, tp_dim=0)
+    heads = HeadLayout(num_groups=1, heads_per_group=2, head_size=2)
+    parts = [torch.tensor(x)[:, None] for x in ([0.0, 1, 50, 51, 2, 3, 52, 53], [10.0, 11], [20.0, 21])]
+    assert to_megatron(row, parts, heads)[:, 0].tolist() == [0, 1, 2, 3, 50, 51, 52, 53, 10, 11, 20, 21]
 
 
 def test_the_tower_of_a_model_has_the_same_names_on_both_sides_and_the_sizes_of_the_text_are_found():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from enum import Enum
 from functools import cache, partial
 from typing import Any
@@ -21,12 +22,17 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 from torch import Tensor
 
 from roll_async.checkpoint.hf_names.table import Family
 from roll_async.trainer.megatron import ranks
 from roll_async.trainer.megatron.model.attention import Rotation, SdpaAttention
+from roll_async.trainer.megatron.model.delta_net import DeltaNet
 from roll_async.trainer.megatron.state import engine_import
 
 logger = logging.getLogger(__name__)
@@ -217,7 +223,22 @@ def block_spec(
                 attention.linear_qkv = _parts_of_mlp(parts.mlp).linear_fc1 = TEColumnParallelLinear
         if family.output_norms:
             layer.module, layer.params = NormedOutputLayer, {**layer.params, "norm": block.layer_norm}
+    if config.linear_attention_freq is not None:
+        first = get_transformer_layer_offset(config, vp_stage=stage)
+        block.layer_specs = [
+            _delta_layer(layer) if is_delta else layer
+            for layer, is_delta in zip(block.layer_specs, config.linear_attention_freq[first:], strict=False)
+        ]
     return block
+
+
+def _delta_layer(layer: ModuleSpec) -> ModuleSpec:
+    """The same layer with a gated delta net in the place of attention."""
+    parts = layer.submodules
+    assert isinstance(parts, TransformerLayerSubmodules)
+    stored = {**parts.sharded_state_dict_keys_map, "input_layernorm.": "self_attention.in_proj.layer_norm_"}
+    parts = replace(parts, self_attention=ModuleSpec(module=DeltaNet), sharded_state_dict_keys_map=stored)
+    return replace(layer, submodules=parts)
 
 
 def _make_local(layer: ModuleSpec, config: TransformerConfig, core_attention: ModuleSpec | type) -> None:

@@ -79,6 +79,10 @@ class Adapter(torch.nn.Module):
         cut, cut_dim = (self.up, 0) if self.columns else (self.down, 1)
         cut.tensor_model_parallel = True  # type: ignore[attr-defined]
         cut.partition_dim, cut.partition_stride = cut_dim, 1  # type: ignore[attr-defined]
+        if group.size() == 1:
+            # Of experts that tensor ranks do not split: the gradient norm is that of each rank's own, and would lack
+            # this half on all but the first, so that ranks clipped copies of a dense layer's half unequally.
+            self.shared.tensor_model_parallel = True  # type: ignore[attr-defined]
 
     @property
     def shared(self) -> torch.nn.Parameter:

@@ -38,8 +38,7 @@ from roll_async.trainer.megatron.model.lora import (
 )
 from roll_async.trainer.megatron.model.model_config import TORCH_DTYPES, transformer_config
 from roll_async.trainer.megatron.model.model_flops import model_flops
-from roll_async.trainer.megatron.model.output_head import OutputHead
-from roll_async.trainer.megatron.model.value_head import ValueHead
+from roll_async.trainer.megatron.model.output_head import OutputHead, ValueHead
 from roll_async.trainer.megatron.settings import MegatronSettings
 from roll_async.trainer.megatron.state.weight_parts import adapter_parts, hf_parts, owners
 from roll_async.weight_sync.bucket import Content
@@ -170,6 +169,11 @@ class HfBackedModel:
         if layers.engine_attention and self._family.reads_images:
             raise ValueError(
                 f"{config.source}: the three axes of images' positions are turned by local layers alone; set "
+                "strategy_config.transformer_impl: local"
+            )
+        if layers.engine_attention and self.config.linear_attention_freq is not None:
+            raise ValueError(
+                f"{config.source}: Transformer Engine has no gated delta net that knows packed rows; set "
                 "strategy_config.transformer_impl: local"
             )
         rotation = local_rotation = None

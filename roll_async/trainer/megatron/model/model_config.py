@@ -48,7 +48,7 @@ def transformer_config(config: HfConfig, family: Family, settings: MegatronSetti
         "num_attention_heads": config.integer("num_attention_heads"),
         "num_query_groups": heads.num_groups,
         "kv_channels": heads.head_size,
-        "ffn_hidden_size": config.integer("intermediate_size"),
+        "ffn_hidden_size": config.integer("intermediate_size", "moe_intermediate_size"),
         "gated_linear_unit": True,
         "activation_func": family.activation,
         "add_bias_linear": False,
@@ -122,11 +122,17 @@ def _demand_divisible(config: HfConfig, fields: dict[str, object], parallel: Par
         "moe_intermediate_size": (fields.get("moe_ffn_hidden_size") or 0, parallel.expert_tensor),
         "num_hidden_layers": (fields["num_layers"], parallel.pipeline * (parallel.virtual_pipeline or 1)),
         "num_experts": (fields.get("num_moe_experts") or 0, parallel.expert),
+        "linear_num_key_heads": (fields.get("linear_num_key_heads") or 0, parallel.tensor),
     }
     for name, (size, ranks) in sizes.items():
         assert isinstance(size, int)
         if size % ranks:
             raise ValueError(f"{config.source}: {name}={size} cannot be shared evenly by {ranks} ranks")
+    if fields.get("linear_attention_freq") and parallel.context > 1:
+        raise ValueError(
+            f"{config.source}: the state of a gated delta net goes through a row from its start; context_parallel_size="
+            f"{parallel.context} must be 1"
+        )
     if fields.get("num_moe_experts") and parallel.tensor > 1 and not parallel.sequence_parallel:
         raise ValueError(
             f"{config.source}: a model with experts and tensor_model_parallel_size={parallel.tensor} needs "

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from roll_async.checkpoint.folders.hf_config import HfConfig
+from roll_async.checkpoint.hf_names.table import delta_layers
 from roll_async.checkpoint.transforms import HeadLayout
 from roll_async.trainer.megatron.memory_estimate import fields_of, matrices_of
 from roll_async.trainer.megatron.settings import MegatronSettings
@@ -64,9 +65,13 @@ def model_flops(model: HfConfig, settings: MegatronSettings) -> ModelFlops:
     else:
         # The score reads a key, the weighted sum a value, of all query heads.
         widths = 2 * HeadLayout.of(model).rows()[0]
+    with_delta = sum(delta_layers(fields))
+    if (delta := HeadLayout.of(model).delta) is not None:
+        # The state answers for the key, takes the change, and answers the query.
+        per_token += 6 * delta.key_size * delta.values * with_delta
     frozen = bool(settings.lora_rank)
     return ModelFlops(
-        per_token=per_token, per_pair=2 * widths * num_layers, backward=_BACKWARD - 1 if frozen else _BACKWARD
+        per_token=per_token, per_pair=2 * widths * (num_layers - with_delta), backward=_BACKWARD - 1 if frozen else _BACKWARD
     )
 
 

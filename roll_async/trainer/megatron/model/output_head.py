@@ -3,7 +3,7 @@
 Logits of a whole micro-batch are the largest tensor of a step: 163,840 positions of 152,064 words are 50 GB in bf16.
 Only positions whose log-prob is asked for are multiplied with the output layer, as many at a time as fit a budget; in
 training a second pass over a piece takes the place of keeping it. Shape letters: b rows, s positions, H hidden size,
-N positions asked for, V this rank's part of the vocabulary.
+N positions asked for, V this rank's part of the vocabulary. A critic has its value head in that place.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from roll_async.algorithms.logprobs import Sampling, TokenLogprobs
@@ -127,3 +128,24 @@ class _HeadLogprobs(torch.autograd.Function):
                 into_weight.addmm_(logits.t(), hidden[part], beta=int(number > 0))
             del logits, kept  # before the next piece is made
         return into_hidden, into_weight, None, None, None
+
+
+class ValueHead(torch.nn.Module):
+    """Takes the place of `GPTModel.output_layer`. Every tensor-parallel rank holds all of it."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        # Zero values: the first advantages are the plain returns.
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self._sequence_parallel = config.sequence_parallel
+
+    def forward(
+        self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        """[s,b,H] (under sequence parallelism this rank's positions) to float32 [s,b,1] of all positions."""
+        values = torch.nn.functional.linear(hidden, self.weight).float()
+        if self._sequence_parallel:
+            # False: every rank has the whole loss, so that gradients are split, not summed.
+            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+        return values, None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from roll_async.checkpoint.hf_names.table import Match, Transform
 from roll_async.checkpoint.lora_targets import ADAPTER_HALVES, adapter_half
-from roll_async.checkpoint.transforms import HeadLayout, to_hf
+from roll_async.checkpoint.transforms import HeadLayout, rows_of_hf, to_hf
 from roll_async.weight_sync.layout import Cut
 from roll_async.weight_sync.transfer import TensorPart
 
@@ -26,21 +26,21 @@ def hf_parts(match: Match, local: Tensor, heads: HeadLayout, *, rank: int, size:
         return
     dim = row.tp_dim
     assert dim is not None, f"{match.name} is split, but its row of hf_names says it is not"
-    # This rank's weight has its share of the key-value groups.
-    own = replace(heads, num_groups=heads.num_groups // size)
-    if row.transform is not Transform.COPY and len(row.hf) == 1:
-        # The HF tensor has all gates, then all ups (or queries, keys, values); this rank holds a slice of each.
-        (name,), (tensor,), before = match.hf_names, to_hf(row, local, own), 0
-        for piece in tensor.split(own.rows() if row.transform is Transform.QKV else len(tensor) // 2):
-            rows = len(piece)
-            start = before + rank * rows
-            yield _part(name, piece, Cut(dim=0, start=start, stop=start + rows), whole=size * len(tensor))
-            before += size * rows
-        return
-    for name, tensor in zip(match.hf_names, to_hf(row, local, own), strict=True):
-        length = tensor.shape[dim]
-        cut = Cut(dim=dim, start=rank * length, stop=(rank + 1) * length)
-        yield _part(name, tensor, cut, whole=size * length)
+    own = heads.of_rank(size)
+    tensors = to_hf(row, local, own)
+    # The HF tensor may have all gates, then all ups (or queries, keys, values): this rank holds a slice of each.
+    pieces = [[tensor.shape[dim]] for tensor in tensors]
+    if row.transform.groups_heads:
+        pieces = rows_of_hf(row, own)
+    elif row.transform is Transform.GATE_UP and len(row.hf) == 1:
+        pieces = [[len(local) // 2] * 2]
+    for name, tensor, lengths in zip(match.hf_names, tensors, pieces, strict=True):
+        before = 0
+        for piece, length in zip(tensor.split(lengths, dim), lengths, strict=True):
+            start = before + rank * length
+            cut = Cut(dim=dim, start=start, stop=start + length)
+            yield _part(name, piece, cut, whole=size * tensor.shape[dim])
+            before += size * length
 
 
 def adapter_parts(
