@@ -136,7 +136,9 @@ def _require_this_pipeline(root: Node) -> None:
             raise AnotherPipeline(f"{what} ({min(found)}) is not what this project does")
     texts = {leaf.value for _, leaf in leaves(root, "") if isinstance(leaf.value, str)}
     if any(text.endswith(_IMAGES) or text.startswith(_TOWERS) for text in texts):
-        raise AnotherPipeline("video, sound, and images in this form (docs_roll/data.md) are not what this project does")
+        raise AnotherPipeline(
+            "video, sound, and images in this form (docs_roll/data.md) are not what this project does"
+        )
     if "actor_train" not in keys or ("actor_infer" in keys and find(root, ("actor_train", "strategy_args")) is None):
         what = (
             "a rollout without training" if "actor_infer" in keys else "a part of configs, or neither RLVR nor agentic"

@@ -64,9 +64,7 @@ class RowChunks:
         return cls(chunks=chunks.to(device), slots=slots.to(device), counts=counts, apart=apart.to(device))
 
 
-def gated_delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor, rows: RowChunks
-) -> Tensor:
+def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor, rows: RowChunks) -> Tensor:
     """[N,H,V] float32 of query and key [N,H,K], value [N,H,V], decay [N,H] (the logarithm of what is kept of the state)
     and rate [N,H] (the share of a key's value that is replaced). At every position
 
@@ -146,8 +144,8 @@ class DeltaNet(MegatronModule):
         sizes = (2 * self._key + values, values, self._values_per_key, self._values_per_key)
         of_heads = projected.transpose(0, 1).reshape(-1, self._keys, sum(sizes))
         mixed, gate, rate, decay = of_heads.split(sizes, -1)
-        query, key, value = self._convolved(mixed.flatten(1), rows).view_as(mixed).split(
-            (self._key, self._key, values), -1
+        query, key, value = (
+            self._convolved(mixed.flatten(1), rows).view_as(mixed).split((self._key, self._key, values), -1)
         )
         query, key = (self._of_value_heads(x) for x in (query, key))
         decay = -self.A_log.float().exp() * F.softplus(decay.flatten(1).float() + self.dt_bias)

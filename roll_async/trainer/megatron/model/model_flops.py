@@ -71,7 +71,9 @@ def model_flops(model: HfConfig, settings: MegatronSettings) -> ModelFlops:
         per_token += 6 * delta.key_size * delta.values * with_delta
     frozen = bool(settings.lora_rank)
     return ModelFlops(
-        per_token=per_token, per_pair=2 * widths * (num_layers - with_delta), backward=_BACKWARD - 1 if frozen else _BACKWARD
+        per_token=per_token,
+        per_pair=2 * widths * (num_layers - with_delta),
+        backward=_BACKWARD - 1 if frozen else _BACKWARD,
     )
 
 
