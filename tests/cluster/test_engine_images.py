@@ -179,6 +179,19 @@ def test_other_images_and_another_order_and_none_are_read_otherwise(replica, ask
             assert difference(answer.logprobs, moved) > 1e-2
 
 
+def test_the_tower_sees_an_image_once_for_all_samples_of_its_prompt(replica, asked, monkeypatch):
+    model, seen = replica.engine._model, []
+    look = model.get_image_features
+    monkeypatch.setattr(
+        model, "get_image_features", lambda pixels, *a, **k: seen.append(pixels) or look(pixels, *a, **k)
+    )
+    request = asked([11], noise(24, 16, 77), [13])
+    samples = [replace(request, request_id=f"sample {i}") for i in range(4)]
+    for sample, answer in zip(samples, generate(replica, *samples), strict=True):
+        check(replica, sample, answer)
+    assert len(seen) == 1
+
+
 def test_images_that_do_not_fit_the_prompt_are_refused_and_the_engine_goes_on(replica, asked):
     request = asked([11], noise(16, 16, 1), [13])
     swollen = replace(request, images=(replace(request.images[0], grid=(9, 9)),))
