@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from array import array
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ pytest.importorskip("ray")
 pytest.importorskip("psutil")
 pytest.importorskip("transformers")
 
-from roll_async.schema import ExpertRecord, FinishReason, Prompt, Reward, Sample
+from roll_async.schema import ExpertRecord, FinishReason, Image, Prompt, Reward, Sample
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -159,8 +160,8 @@ def sample_of(ids, experts=None):
 
 
 def test_a_question_carries_the_answer_and_nothing_that_no_judge_reads(caplog):
-    """Log-probs are as large as the tokens, and the record of a model's experts a hundred times that. What is scored at
-    once comes with the call that asked: a message costs a millisecond of a core.
+    """Log-probs are as large as the tokens, the record of a model's experts a hundred times that, and files of images
+    larger still. What is scored at once comes with the call that asked: a message costs a millisecond of a core.
     """
     from roll_async.cluster.roles.reward_group import HostPlan, RayScorer
 
@@ -170,7 +171,8 @@ def test_a_question_carries_the_answer_and_nothing_that_no_judge_reads(caplog):
     async def go():
         host = Listening()
         scorer = RayScorer(host, HostPlan(rewards={}, tokenizer_folder="", env={}, rpc_timeout_s=5.0))
-        assert (await scorer.score(PROMPT, sample_of(ids, experts))).score == 1
+        shown = replace(PROMPT, images=(Image(data=bytes(1000), grid=(1, 1)),))
+        assert (await scorer.score(shown, sample_of(ids, experts))).score == 1
         ((_, *asked),) = host.questions
         assert asked == [PROMPT, ids]
 
