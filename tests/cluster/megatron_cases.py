@@ -628,11 +628,3 @@ def steps_with_one_image(rank, world_size, port, settings):
     moved = {name for name, tensor in worker.export_named_tensors() if not torch.equal(tensor, before[name])}
     worker.stop()
     return steps, moved
-
-
-def engine_layers(rank, world_size, port, folder):
-    """Build a model as where Transformer Engine is installed."""
-    from roll_async.trainer.megatron.model import layer_spec, model
-
-    model.choose_layers = lambda implementation, *, adapters=False: layer_spec.LayerChoice.ENGINE_ATTENTION
-    start_worker(rank, world_size, port, settings_of(folder))

@@ -78,11 +78,9 @@ def test_a_frozen_tower_stays_and_the_language_model_learns(rank_pool, folder):
     assert trained and not any(name.startswith("visual.") for name in trained)
 
 
-def test_padded_rows_with_images_and_layers_of_transformer_engine_are_refused(rank_pool, folder):
+def test_padded_rows_with_images_are_refused(rank_pool, folder):
     with pytest.raises(RuntimeError, match="micro_batching=fixed .* set micro_batching: packed"):
         rank_pool.run(cases.steps_with_one_image, 1, settings=cases.settings_of(folder))
-    with pytest.raises(RuntimeError, match="three axes .* set strategy_config.transformer_impl: local"):
-        rank_pool.run(cases.engine_layers, 1, folder=folder)
 
 
 def test_a_critic_of_such_a_model_is_saved_converted_and_read_back(rank_pool, folder, tmp_path):

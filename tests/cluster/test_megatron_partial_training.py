@@ -2,6 +2,8 @@
 the routers' auxiliary loss. Each is the same step in every layout.
 """
 
+import re
+
 import pytest
 
 pytest.importorskip("megatron.core")
@@ -10,7 +12,9 @@ pytest.importorskip("transformers")
 import megatron_cases as cases
 import tiny_families
 
+from roll_async.trainer.megatron.model import layer_spec
 from roll_async.trainer.megatron.model.layer_spec import LayerChoice, choose_layers
+from roll_async.trainer.megatron.model.model_config import layers_of
 
 DISTRIBUTED = {"optimizer": {"distributed": True}}
 T2 = (2, {"parallel": {"tensor": 2, "sequence_parallel": True}})
@@ -150,6 +154,33 @@ def test_adapters_that_no_layer_takes_are_refused_by_name(rank_pool, tmp_path):
     settings = cases.settings_of(str(tmp_path), **LORA, **targets)
     with pytest.raises(RuntimeError, match="'v_proj'.: no layer linear_qkv of this model takes an adapter"):
         rank_pool.run(cases.measure, 1, settings=settings)
+
+
+@pytest.mark.parametrize(
+    ("kind", "part"),
+    [
+        ("qwen3.5", "gated delta net"), ("gpt-oss", "attention sinks"), ("qwen2.5-vl", "three axes"),
+        ("gemma 3", "windowed layers"),
+    ],
+)  # fmt: skip
+def test_where_transformer_engine_has_no_such_part_auto_takes_local_layers_and_asking_for_it_is_refused(
+    tmp_path, monkeypatch, caplog, kind, part
+):
+    """As on a machine that has a device and the package."""
+    monkeypatch.setattr(layer_spec.engine_import, "problem", lambda: None)
+    monkeypatch.setattr(layer_spec.torch.cuda, "is_available", lambda: True)
+    tiny_families.save_tiny(kind, tmp_path / "it")
+    tiny_families.save_tiny("qwen3", tmp_path / "other")
+    for folder in ("it", "other"):
+        choose_layers.cache_clear()
+        with caplog.at_level("INFO"):
+            found = layers_of(cases.settings_of(str(tmp_path / folder)))
+        assert found is (LayerChoice.LOCAL if folder == "it" else LayerChoice.TRANSFORMER_ENGINE)
+    assert re.search(rf"layers: local \(Transformer Engine has no .*{part}", caplog.text)
+    choose_layers.cache_clear()
+    with pytest.raises(ValueError, match=f"=transformer_engine: it has no .*{part}.*; use auto, or local"):
+        layers_of(cases.settings_of(str(tmp_path / "it"), transformer_impl="transformer_engine"))
+    choose_layers.cache_clear()
 
 
 def test_without_transformer_engine_layers_are_local_and_the_log_says_why(caplog):

@@ -23,7 +23,7 @@ from roll_async.prompts.images import ImageReader
 from roll_async.trainer.megatron.micro_batches import MicroBatch, ModelFeed, StepRows, cut, rows_of
 from roll_async.trainer.megatron.model.attention import PackedRows
 from roll_async.trainer.megatron.model.images import blank_image, embedded_with_images, tower_to_run
-from roll_async.trainer.megatron.model.layer_spec import choose_layers
+from roll_async.trainer.megatron.model.model_config import layers_of
 from roll_async.trainer.megatron.model.output_head import OutputHead, logprobs_of_hidden
 from roll_async.trainer.megatron.model.router_replay import RouterReplay
 from roll_async.trainer.megatron.ranks import context_group, context_share, tensor_group
@@ -50,8 +50,7 @@ class ModelRunner:
         self._head = heads[0] if heads else None
         for head in heads:
             head.deferred = True
-        layers = choose_layers(settings.transformer_impl, adapters=settings.lora_rank > 0)
-        self._bounds_on_device = layers.engine_attention
+        self._bounds_on_device = layers_of(settings).engine_attention
 
     def micro_batches(self, rows: StepRows, mini_batch: MiniBatch) -> list[MicroBatch]:
         """The micro-batches of a mini-batch, on the device; `rows` are those of this rank's share."""

@@ -28,7 +28,7 @@ from roll_async.observe.trace import starting
 from roll_async.trainer.megatron import ranks
 from roll_async.trainer.megatron.model.attention import LONGEST_SHARED_ROW, Rotation
 from roll_async.trainer.megatron.model.images import add_tower
-from roll_async.trainer.megatron.model.layer_spec import block_spec, choose_layers
+from roll_async.trainer.megatron.model.layer_spec import block_spec
 from roll_async.trainer.megatron.model.lora import (
     ADAPTER,
     Adapter,
@@ -36,7 +36,7 @@ from roll_async.trainer.megatron.model.lora import (
     adapter_of,
     add_adapters,
 )
-from roll_async.trainer.megatron.model.model_config import TORCH_DTYPES, transformer_config
+from roll_async.trainer.megatron.model.model_config import TORCH_DTYPES, layers_of, transformer_config
 from roll_async.trainer.megatron.model.model_flops import model_flops
 from roll_async.trainer.megatron.model.output_head import OutputHead, ValueHead
 from roll_async.trainer.megatron.settings import MegatronSettings
@@ -160,29 +160,9 @@ class HfBackedModel:
         rotary = Rotary.of(config, self._family.rotary_fraction)
         context = config.integer("max_position_embeddings")
         frequencies = rotary.frequencies(int(self.heads.head_size * rotary.fraction), context)
-        layers = choose_layers(self._settings.transformer_impl, adapters=self._settings.lora_rank > 0)
-        if layers.engine_attention and self.config.softmax_type != "vanilla":
-            raise ValueError(
-                f"{config.source}: attention sinks were not tried with Transformer Engine's layers; set "
-                "strategy_config.transformer_impl: local"
-            )
-        if layers.engine_attention and self._family.reads_images:
-            raise ValueError(
-                f"{config.source}: the three axes of images' positions are turned by local layers alone; set "
-                "strategy_config.transformer_impl: local"
-            )
-        if layers.engine_attention and self.config.linear_attention_freq is not None:
-            raise ValueError(
-                f"{config.source}: Transformer Engine has no gated delta net that knows packed rows; set "
-                "strategy_config.transformer_impl: local"
-            )
+        layers = layers_of(self._settings)
         rotation = local_rotation = None
         if (local := Rotary.local(config, scaled=self._family.scaled_windows)) is not None:
-            if layers.engine_attention:
-                raise ValueError(
-                    f"{config.source}: windowed layers rotate otherwise than the rest, which Transformer Engine's "
-                    "layers cannot; set strategy_config.transformer_impl: local"
-                )
             turned = local.frequencies(self.heads.head_size, context)
             local_rotation = Rotation(turned, local.attention_factor(), interleaved=False)
         if not layers.engine_attention and not self.config.multi_latent_attention:
@@ -414,7 +394,7 @@ class HfBackedModel:
 
 def check_context(settings: MegatronSettings) -> None:
     """Raises ValueError for rows that local attention would need quadratic memory for."""
-    layers = choose_layers(settings.transformer_impl, adapters=settings.lora_rank > 0)
+    layers = layers_of(settings)
     ranks, longest = settings.parallel.context, settings.longest_row
     if ranks > 1 and not layers.engine_attention and longest > LONGEST_SHARED_ROW:
         raise ValueError(

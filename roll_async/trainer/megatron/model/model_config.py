@@ -12,11 +12,14 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from roll_async.checkpoint.folders.hf_config import HfConfig
+from roll_async.checkpoint.folders.hf_folder import HfFolder
+from roll_async.checkpoint.hf_names.families import family_of
 from roll_async.checkpoint.hf_names.table import Family
+from roll_async.checkpoint.hf_names.value_head import language_model
 from roll_async.checkpoint.rotary import Rotary
 from roll_async.checkpoint.transforms import HeadLayout
 from roll_async.trainer.megatron.compiled import compiles
-from roll_async.trainer.megatron.model.layer_spec import choose_layers
+from roll_async.trainer.megatron.model.layer_spec import LayerChoice, choose_layers
 from roll_async.trainer.megatron.settings import MegatronSettings, ParallelSizes
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -72,7 +75,7 @@ def transformer_config(config: HfConfig, family: Family, settings: MegatronSetti
         "calculate_per_token_loss": True,
         **family.fields(config),
         # Local layers run one expert after another; Megatron's own grouped experts have other parameters.
-        "moe_grouped_gemm": choose_layers(settings.transformer_impl, adapters=settings.lora_rank > 0).all_engine,
+        "moe_grouped_gemm": layers_of(settings).all_engine,
         **({"moe_aux_loss_coeff": settings.moe_aux_loss_coeff} if settings.moe_aux_loss_coeff else {}),
         **({"attention_backend": AttnBackend.flash} if settings.flash_attention else {}),
         **settings.recompute,
@@ -86,6 +89,29 @@ def transformer_config(config: HfConfig, family: Family, settings: MegatronSetti
     if kind is TransformerConfig:
         _set_attention_factor(result, Rotary.of(config, family.rotary_fraction).attention_factor())
     return result
+
+
+def layers_of(settings: MegatronSettings) -> LayerChoice:
+    """What the layers of a role are made of on this machine. Raises ValueError as `choose_layers` does."""
+    config = HfFolder(settings.model_folder).config
+    family = family_of(language_model(config.architecture()))
+    return choose_layers(
+        settings.transformer_impl, adapters=settings.lora_rank > 0, local_only=_local_only(config, family)
+    )
+
+
+def _local_only(config: HfConfig, family: Family) -> str | None:
+    """What of the model local layers alone have; None: nothing."""
+    fields = family.fields(config)
+    if fields.get("linear_attention_freq"):
+        return "gated delta net that knows packed rows"
+    if fields.get("softmax_type", "vanilla") != "vanilla":
+        return "attention sinks that were tried"
+    if family.reads_images:
+        return "rotation by three axes of positions"
+    if Rotary.local(config, scaled=family.scaled_windows) is not None:
+        return "rotation of windowed layers apart from the rest"
+    return None
 
 
 def _device() -> str:
