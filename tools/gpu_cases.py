@@ -10,8 +10,8 @@ context ranks (each on a device of its own) against those of one rank of local l
 attention: packed rows in one call of the kernel that is chosen here, against rows one by one in float32, forward and
 gradients, for equal and grouped heads, with and without a window.
 offload: steps with all memory given back in between, bit by bit the same; what stays allocated meanwhile.
-ipc, nccl, engine2, sglang_ipc, sglang_nccl, sleep, fp8, pushes, graphs, experts: transports and engines;
-see gpu_engine_cases.py.
+ipc, nccl, engine2, sglang_ipc, sglang_nccl, sleep, fp8, pushes, graphs, adapters, experts: transports and engines; see
+gpu_engine_cases.py.
 What a case needs and does not find (two devices, Transformer Engine) makes it skipped, with the reason.
 """
 

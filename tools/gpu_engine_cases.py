@@ -7,6 +7,7 @@ the sampled tokens. The last two are pushed other weights first, so that the com
 fp8 pushes bf16 weights, there is no kernel.
 sglang_ipc, sglang_nccl: SGLang, whose ranks receive three pushes themselves, against the trainer: from the memory of
 their own device, and from another device. On a CPU one and two ranks, over gloo.
+adapters: vLLM with adapters that were pushed alone after the weights, against the trainer with the sum of both.
 sleep: a replica that slept goes on with the same tokens; what it holds meanwhile.
 experts: vLLM's record of experts of every position (on a CPU: that of the Hugging Face engine).
 """
@@ -31,6 +32,8 @@ BLOCK_BYTES, NUMBERS = 1 << 20, 3_000_000
 FP8_BUDGET = 0.2
 """Mean absolute difference of log-probs: a weight of 8 bits is off by up to 6 %."""
 PROMPTS, NEW_TOKENS = 8, 24
+ADAPTER_RANK = 4
+ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ON_CPU = {"cuda_ipc": "shm", "nccl": "gloo"}
 
 
@@ -73,6 +76,19 @@ def graphs(device: str, scratch: str) -> dict:
     gpu_cases.write_tiny(scratch, experts=False)
     common = {"pushed": True, "random_weights": True, "enforce_eager": device == "cpu"}
     return asyncio.run(_agreement(device, scratch, gpu_cases.LOGPROB_BUDGET, **common))
+
+
+def adapters(device: str, scratch: str) -> dict:
+    if (missing := _missing(device, devices=1)) is not None:
+        return missing
+    base, both = Path(scratch, "base"), Path(scratch, "both")
+    gpu_cases.write_tiny(str(base), experts=False)
+    halves = _write_adapted(base, both)
+    from roll_async.weight_sync.adapters import AdapterShape
+
+    shape = AdapterShape(rank=ADAPTER_RANK, layers=ADAPTED)
+    common = {"pushed": True, "random_weights": True, "adapter": shape, "halves": halves, "trained": str(both)}
+    return asyncio.run(_agreement(device, str(base), gpu_cases.LOGPROB_BUDGET, **common))
 
 
 def sglang_ipc(device: str, scratch: str) -> dict:
@@ -123,6 +139,7 @@ CASES = {
     "fp8": fp8,
     "pushes": pushes,
     "graphs": graphs,
+    "adapters": adapters,
     "experts": experts,
 }
 
@@ -249,24 +266,56 @@ async def _answers(engine, requests: Sequence) -> list:
     return await asyncio.gather(*(engine.generate(request) for request in requests))
 
 
-async def _push(engine, folder: str, version: int, scale: float, transport: str, ranks: int) -> None:
-    """The weights of a folder times `scale`, as a trainer sends them. `ranks`: of the engine, each of which receives
-    its part itself.
-    """
+def _tensors(folder: str | Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
+    return {name: t for path in sorted(Path(folder).glob("*.safetensors")) for name, t in load_file(path).items()}
+
+
+def _write_adapted(base: Path, both: Path) -> dict[str, torch.Tensor]:
+    """Random adapters on all linear layers of `base`, by the names that are pushed; `both` gets the sum of the two."""
+    from safetensors.torch import save_file
+
+    from roll_async.weight_sync.bucket import adapter_half
+
+    torch.manual_seed(1)
+    weights, halves = _tensors(base), {}
+    for name in [name for name in weights if name.split(".")[-2] in ADAPTED and name.endswith(".weight")]:
+        rows, columns = weights[name].shape
+        down, up = torch.randn(ADAPTER_RANK, columns) * columns**-0.5, torch.randn(rows, ADAPTER_RANK) * 0.05
+        halves[adapter_half(name, "lora_A")], halves[adapter_half(name, "lora_B")] = down.bfloat16(), up.bfloat16()
+        weights[name] = (weights[name].float() + up.bfloat16().float() @ down.bfloat16().float()).bfloat16()
+    both.mkdir()
+    save_file(weights, both / "model.safetensors", {"format": "pt"})
+    (both / "config.json").write_text((base / "config.json").read_text())
+    return halves
+
+
+async def _push(
+    engine,
+    tensors: dict[str, torch.Tensor],
+    version: int,
+    transport: str,
+    ranks: int,
+    *,
+    before=None,
+    alone: bool = False,
+):
+    """Tensors as a trainer sends them; returns the sender, to be closed. `ranks`: of the engine, each of which receives
+    its part itself. `before`: the sender of the last push. `alone`: they are adapters on what that one sent.
+    """
     from roll_async.inference.protocol import PauseMode
-    from roll_async.weight_sync.bucket import STAGED, Bucket, UpdatePlan
+    from roll_async.weight_sync.bucket import STAGED, Bucket, Content, UpdatePlan
     from roll_async.weight_sync.digest import of_trainer
     from roll_async.weight_sync.layout import EngineLayout
     from roll_async.weight_sync.transfer import TensorPart, open_sender
 
     place = "cpu" if transport in STAGED else "cuda"
-    weights = {name: t for path in sorted(Path(folder).glob("*.safetensors")) for name, t in load_file(path).items()}
     layout = EngineLayout(tensor=ranks, num_kv_heads=2)
-    plan = UpdatePlan(version=version, transport=transport, verify="full", layout=layout)
-    parts = [TensorPart.whole(name, (tensor * scale).to(place)) for name, tensor in weights.items()]
-    sender = open_sender(plan, parts, block_bytes=BLOCK_BYTES)
+    content = Content.ADAPTERS if alone else Content.WHOLE
+    plan = UpdatePlan(version=version, transport=transport, verify="full", layout=layout, content=content)
+    parts = [TensorPart.whole(name, tensor.to(place)) for name, tensor in tensors.items()]
+    sender = open_sender(plan, parts, block_bytes=BLOCK_BYTES, previous=before)
     await engine.pause(PauseMode.ABORT)
     await engine.begin_update(sender.plan)
     index = 0
@@ -277,13 +326,23 @@ async def _push(engine, folder: str, version: int, scale: float, transport: str,
         raise RuntimeError("the replica's digest is not the sender's")
     await engine.commit(version)
     await engine.resume()
-    sender.close()
+    return sender
 
 
 async def _agreement(
-    device: str, folder: str, budget: float, *, pushed: bool = False, push_over: str = "shm", **changes
+    device: str,
+    folder: str,
+    budget: float,
+    *,
+    pushed: bool = False,
+    push_over: str = "shm",
+    halves: dict[str, torch.Tensor] | None = None,
+    trained: str | None = None,
+    **changes,
 ) -> dict:
-    """Sampled tokens' log-probs, the engine's against one rank of the trainer's local layers."""
+    """Sampled tokens' log-probs, the engine's against one rank of the trainer's local layers. `halves`: adapters that
+    are pushed alone after the weights; `trained`: the folder of the sum of both.
+    """
     engine, requests, ranks = _engine(device, folder, **changes), _requests(temperature=1.0), 1
     if push_over == "gloo":  # a CPU stands in for devices: the ranks receive themselves here, too
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -291,12 +350,20 @@ async def _agreement(
     if push_over != "shm":
         ranks = changes.get("tensor_parallel_size", 1)
     await engine.start()
+    sender = None
     try:
         if pushed:
+            # A whole push has adapters, too; these are of another version.
+            weights = {**_tensors(folder), **(halves or {})}
             for version, scale in enumerate((-1.0, 0.5, 1.0), start=1):
-                await _push(engine, folder, version, scale, push_over, ranks)
+                sent = {name: tensor * scale for name, tensor in weights.items()}
+                sender = await _push(engine, sent, version, push_over, ranks, before=sender)
+        if halves is not None:
+            sender = await _push(engine, halves, 4, push_over, ranks, before=sender, alone=True)
         completions = await _answers(engine, requests)
     finally:
+        if sender is not None:
+            sender.close()
         await engine.close()
     rows = [[*r.prompt_token_ids, *c.token_ids] for r, c in zip(requests, completions, strict=True)]
     lengths = torch.tensor([len(row) for row in rows])
@@ -304,9 +371,8 @@ async def _agreement(
     for i, row in enumerate(rows):
         tokens[i, : len(row)] = torch.tensor(row)
     mask = train_mask(tokens, lengths)
-    scored = await asyncio.to_thread(
-        gpu_cases.scored, device, folder, {"transformer_impl": "local"}, 1, (tokens, lengths, mask)
-    )
+    local, rows_of_trainer = {"transformer_impl": "local"}, (tokens, lengths, mask)
+    scored = await asyncio.to_thread(gpu_cases.scored, device, trained or folder, local, 1, rows_of_trainer)
     difference = torch.cat([
         (scored[i, len(r.prompt_token_ids) : len(rows[i])] - torch.tensor(c.logprobs)).abs()
         for i, (r, c) in enumerate(zip(requests, completions, strict=True))
@@ -319,7 +385,7 @@ async def _agreement(
         "unit": "nat",
         "budget": budget,
         "tokens": len(difference),
-        "settings": {name: value for name, value in changes.items()},
+        "settings": {name: value for name, value in changes.items() if name != "adapter"},
     }
 
 

@@ -4,14 +4,15 @@
 
 demo: the CPU demo with Megatron and vLLM both on GPU 0 in two processes (weights through host memory), bf16, a few
 synchronous steps: step time and the agreement of engine and trainer log-probs.
+resident: the same with both at work at the same time, ratio 1: samples/s beside those of turns.
 trainer: tokens/s, model FLOPs utilisation and peak memory of the Megatron trainer (packed, bf16) and of plain
 Transformers on random-weight Qwen2.5 shapes with rows of up to 2k and 8k tokens: a line per side, then their ratio.
 CASE: moe, resume, packing, attention, engine, tensor2, context2, offload; ipc, nccl, engine2, sglang_ipc, sglang_nccl,
-sleep, fp8, pushes, graphs, experts. See gpu_cases.py and gpu_engine_cases.py; the way of each but the kernels runs with
---device cpu, too.
+sleep, fp8, pushes, graphs, adapters, experts. See gpu_cases.py and gpu_engine_cases.py; the way of each but the kernels
+runs with --device cpu, too.
 A side or case that takes longer than --limit seconds is ended, and its line says so; a case with an engine
 has ENGINE_START_S more. --table FILE... prints lines of earlier runs as a table instead. `--device cpu --shape tiny`
-walks all but the demo without a GPU; its figures mean nothing.
+walks all but these two without a GPU; its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -47,30 +48,66 @@ K3_BUDGET, RHO_MAX_BUDGET = 1e-3, 1.5
 
 
 ENGINE_START_S = 60.0
-WITH_AN_ENGINE = ("engine2", "sglang_ipc", "sglang_nccl", "sleep", "fp8", "pushes", "graphs", "experts")
+WITH_AN_ENGINE = ("engine2", "sglang_ipc", "sglang_nccl", "sleep", "fp8", "pushes", "graphs", "adapters", "experts")
 """An import, a profile of memory and, with graphs, a capture take ENGINE_START_S, whatever is tested then."""
 
 
 def demo(args: argparse.Namespace) -> Iterator[dict]:
     """The demo on one device: synchronous, because two roles that share a device take turns."""
+    found = demo_metrics(args.steps)
+    yield from [found] if isinstance(found, dict) else demo_lines(found)
+
+
+RESIDENT = ("colocation=resident", "async_generation_ratio=1")
+SAMPLES = 256
+"""A step of DEMO_CONFIG."""
+
+
+def resident(args: argparse.Namespace) -> Iterator[dict]:
+    """The demo on one device by turns, and with trainer and engine at work at the same time, one after the other."""
+    runs = []
+    for more in ((), RESIDENT):
+        found = demo_metrics(args.steps + 2, more)
+        if isinstance(found, dict):
+            yield {**found, "name": "gpu/resident", "settings": list(more)}
+            return
+        runs.append(found)
+    yield resident_line(*runs)
+
+
+def resident_line(turns: Sequence[Mapping[str, float]], beside: Sequence[Mapping[str, float]]) -> dict:
+    """The first two steps of each do not count: one starts, and the second finds a batch that was made meanwhile."""
+
+    def rate(metrics: Sequence[Mapping[str, float]]) -> float:
+        first, *_, last = metrics[1:]
+        return SAMPLES * (last["step"] - first["step"]) / (last["time_s"] - first["time_s"])
+
+    ratio, oldest = rate(beside) / rate(turns), max(step["staleness/max"] for step in beside)
+    return {
+        "name": "gpu/resident", "value": round(ratio, 3), "unit": "x turns", "budget": 1.0, "upper": False,
+        "ok": ratio >= 1.0 and oldest <= 1, "samples_per_s": round(rate(beside), 1),
+        "turns_samples_per_s": round(rate(turns), 1), "staleness_max": oldest,
+        "rho_max": max(step["correction/rho_max"] for step in beside),
+    }  # fmt: skip
+
+
+def demo_metrics(steps: int, more: Sequence[str] = ()) -> list[dict] | dict:
+    """What a run of the demo wrote for each step; else the line that says why there is none."""
     missing = [package for package in ("ray", "vllm") if find_spec(package) is None]
     if missing:
-        yield {"name": "gpu/demo", "ok": True, "skipped": f"not installed: {', '.join(missing)}"}
-        return
+        return {"name": "gpu/demo", "ok": True, "skipped": f"not installed: {', '.join(missing)}"}
     if not (ASSETS / "manifest.json").is_file():
         script = [sys.executable, str(ROOT / "tools" / "make_demo_assets.py"), "--output", str(ASSETS)]
         made = finish(script, DEMO_LIMIT_S, {"CUDA_VISIBLE_DEVICES": ""})
         if isinstance(made, dict):
-            yield {"name": "gpu/demo/assets", "ok": False, **made}
-            return
+            return {"name": "gpu/demo/assets", "ok": False, **made}
     with tempfile.TemporaryDirectory() as scratch:
         script = [sys.executable, str(ROOT / "examples" / "start_rlvr_pipeline.py"), "--config", DEMO_CONFIG]
-        done = finish([*script, *demo_overrides(scratch, args.steps)], DEMO_LIMIT_S)
+        done = finish([*script, *demo_overrides(scratch, steps), *more], DEMO_LIMIT_S)
         if isinstance(done, dict):
-            yield {"name": "gpu/demo", "ok": False, **done}
-            return
+            return {"name": "gpu/demo", "ok": False, **done}
         lines = (Path(scratch) / "gpu_demo" / "metrics.jsonl").read_text().splitlines()
-    yield from demo_lines([json.loads(line) for line in lines])
+    return [json.loads(line) for line in lines]
 
 
 def demo_overrides(output: str, steps: int) -> list[str]:
@@ -184,13 +221,14 @@ def utilisation(result: dict) -> float | None:
 
 
 CASES = ("moe", "resume", "packing", "attention", "engine", "tensor2", "context2", "offload",
-         "ipc", "nccl", "engine2", "sglang_ipc", "sglang_nccl", "sleep", "fp8", "pushes", "graphs",
+         "ipc", "nccl", "engine2", "sglang_ipc", "sglang_nccl", "sleep", "fp8", "pushes", "graphs", "adapters",
          "experts")  # fmt: skip
 """Of gpu_cases.py and gpu_engine_cases.py."""
 
 SUITE: dict[str, Callable[[argparse.Namespace], Iterable[dict]]] = {
     **{name: partial(case, name=name) for name in CASES},
     "demo": demo,
+    "resident": resident,
     "trainer": trainer,
 }
 
@@ -235,7 +273,7 @@ def main() -> int:
     parser.add_argument("--longest", type=int, nargs="+", default=[2048, 8192], help="tokens of the longest row")
     parser.add_argument("--side", choices=SIDES, nargs="+", default=list(SIDES))
     parser.add_argument("--limit", type=float, default=150.0, help="seconds for a side or case")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: all but the demo")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: all but demo and resident")
     parser.add_argument("--launches", action="store_true", help="count the kernels of a step of both trainers")
     parser.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="of the JSON lines in these files")
     args = parser.parse_args()
@@ -246,7 +284,7 @@ def main() -> int:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
 
-    if args.device == "cpu" and "demo" in (args.only or SUITE):
+    if args.device == "cpu" and {"demo", "resident"} & set(args.only or SUITE):
         parser.error("--device cpu is for --only trainer and the cases of gpu_cases.py")
     if args.device == "cuda" and not torch.cuda.is_available():
         print("skipped: no CUDA device")

@@ -70,7 +70,7 @@ def test_cases_of_transports_and_of_the_record_of_experts_run_their_way_on_a_cpu
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sleep", "fp8", "pushes"])
+@pytest.mark.parametrize("name", ["sleep", "fp8", "pushes", "adapters"])
 def test_a_case_with_an_engine_runs_its_way_on_a_cpu(name):
     """engine2 is the run of tests/cluster/test_adapter_push.py on two ranks, on other devices."""
     pytest.importorskip("vllm")

@@ -1,5 +1,6 @@
 """The part of tools/gpu_suite.py that no machine without a GPU runs: what it asks the demo for, and reads from it."""
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -25,6 +26,23 @@ def test_the_overrides_of_the_demo_make_a_config_that_is_supported():
     assert config.actor_train.device_mapping == config.actor_infer.device_mapping == (0,)
     assert (config.max_steps, config.output_dir, config.exp_name) == (5, "somewhere", "gpu_demo")
     assert config.actor_train.model_args.dtype == config.actor_infer.model_args.dtype == "bf16"
+
+
+def test_a_resident_run_is_a_config_that_is_supported_and_its_speed_is_that_of_the_steps_after_the_second():
+    config = load(
+        str(ROOT / "configs" / gpu_suite.DEMO_CONFIG), [*gpu_suite.demo_overrides("somewhere", 5), *gpu_suite.RESIDENT]
+    )
+    assert not unsupported(config) and config.colocation == "resident"
+    assert config.samples_per_batch == gpu_suite.SAMPLES
+
+    def run(seconds, oldest):
+        times = itertools.accumulate([100, 50, *[seconds] * 3])
+        return [step(step=i, time_s=t, **{"staleness/max": oldest}) for i, t in enumerate(times, start=1)]
+
+    line = gpu_suite.resident_line(run(2, 0), run(1, 1))
+    assert (line["value"], line["samples_per_s"], line["staleness_max"], line["ok"]) == (2.0, 256.0, 1, True)
+    assert not gpu_suite.resident_line(run(1, 0), run(2, 1))["ok"]
+    assert not gpu_suite.resident_line(run(2, 0), run(1, 2))["ok"]
 
 
 def test_times_leave_out_the_first_step_where_there_is_another():
