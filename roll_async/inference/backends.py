@@ -38,7 +38,7 @@ FOLLOWERS = {
 """Engines whose replicas may span nodes, and what runs their ranks on the nodes after the first."""
 
 SGLANG_ON_CPU = str(Path(sys.prefix) / "sglang")
-"""Where SGLang may lie for runs on CPU, apart from the other packages: vLLM's CPU build must not find Triton."""
+"""Where SGLang may lie for runs on CPU, apart from the other packages, which its pins would replace."""
 
 
 def create_engine(strategy: str, settings: EngineSettings) -> Engine:

