@@ -79,9 +79,10 @@ class ReplicaChoice:
     @property
     def any_free(self) -> bool:
         """A replica has a free slot."""
-        while self._heap and not self._valid(self._heap[0]):
-            heapq.heappop(self._heap)
-        return bool(self._heap) and self._heap[0][0] < 0
+        heap = self._heap
+        while heap and not self._valid(heap[0]):
+            heapq.heappop(heap)
+        return bool(heap)
 
     def choose(self, affinity: str | None, avoid: Collection[str]) -> str | None:
         """The replica for the next request of this affinity; None while no replica that may take it has a free slot.
@@ -141,7 +142,10 @@ class ReplicaChoice:
     def _push(self, name: str, capacity: _Capacity) -> None:
         self._number += 1
         capacity.entry = self._number
-        heapq.heappush(self._heap, (-capacity.rank, self._number, name))  # negated: heapq has the smallest first
+        rank = capacity.rank
+        if not rank:  # nothing is chosen for it, and its older entry is not valid any more
+            return
+        heapq.heappush(self._heap, (-rank, self._number, name))  # negated: heapq has the smallest first
         if len(self._heap) > 64 + 4 * len(self._replicas):  # mostly stale: a choice stays O(log replicas)
             self._heap = [entry for entry in self._heap if self._valid(entry)]
             heapq.heapify(self._heap)

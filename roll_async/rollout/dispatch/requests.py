@@ -91,20 +91,23 @@ class PendingRequest:
     def merged(self, last: Completion, replica: str = "") -> Completion:
         """All pieces and the last one, from `replica`, as one completion of the original request."""
         tokens, logprobs, runs = last.token_ids, last.logprobs, last.version_runs
-        parts = [*self.pieces, last]
+        seconds, experts = last.generation_s, last.experts
         if self.pieces:
+            parts = [*self.pieces, last]
             tokens, logprobs = array("i"), array("f")
             for part in parts:
                 tokens += part.token_ids
                 logprobs += part.logprobs
             runs = merge_runs([run for part in parts for run in part.version_runs])
+            seconds = sum(part.generation_s for part in parts)
+            experts = join_records(part.experts for part in parts)
         return Completion(
             request_id=self.request.request_id,
             token_ids=tokens,
             logprobs=logprobs,
             version_runs=runs,
             finish_reason=last.finish_reason,
-            generation_s=sum(part.generation_s for part in parts),
-            experts=join_records(part.experts for part in parts) if self.pieces else last.experts,
+            generation_s=seconds,
+            experts=experts,
             replica=replica,
         )
