@@ -1,8 +1,8 @@
 # make demo: the main job on this machine. make test: the tests of a change. make test-all: every test that needs no GPU.
 # All start from a fresh clone.
-# PYTHON= names the Python of the environment; without it, the first of these that can make one. Each is run: a name in
+# PYTHON= names the Python of the environment; without it, the newest of these that can make one. Each is run: a name in
 # PATH may be a shim of a version that is not there, and distributions ship a Python without venv.
-PROVED := python3.11 python3.12 python3
+PROVED := python3.12 python3.11 python3
 CAN    := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 13))
 VENV   ?= .venv
 PIP    := $(VENV)/bin/python -m pip install --disable-pip-version-check -q

