@@ -394,9 +394,8 @@ class HfBackedModel:
 
 def check_context(settings: MegatronSettings) -> None:
     """Raises ValueError for rows that local attention would need quadratic memory for."""
-    layers = layers_of(settings)
     ranks, longest = settings.parallel.context, settings.longest_row
-    if ranks > 1 and not layers.engine_attention and longest > LONGEST_SHARED_ROW:
+    if ranks > 1 and longest > LONGEST_SHARED_ROW and not layers_of(settings).engine_attention:
         raise ValueError(
             f"context_parallel_size={ranks} without Transformer Engine forms a mask of {longest} x {longest // ranks} "
             f"positions (sequence_length); at most {LONGEST_SHARED_ROW} are allowed; install "
