@@ -4,21 +4,17 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-import tiny_families
-
 from roll_async.trainer.megatron.model.attention import LONGEST_SHARED_ROW
 from roll_async.trainer.megatron.model.model import check_context
 from roll_async.trainer.megatron.settings import MegatronSettings, ParallelSizes
 
 
-def test_rows_up_to_the_limit_are_taken_and_longer_ones_refused_with_the_remedy(tmp_path):
-    tiny_families.save_tiny("qwen3", tmp_path)
+def settings(longest, context=2):
+    parallel = ParallelSizes(context=context)
+    return MegatronSettings(model_folder="", transformer_impl="local", parallel=parallel, longest_row=longest)
 
-    def settings(longest, context=2):
-        parallel = ParallelSizes(context=context)
-        folder = str(tmp_path)
-        return MegatronSettings(model_folder=folder, transformer_impl="local", parallel=parallel, longest_row=longest)
 
+def test_rows_up_to_the_limit_are_taken_and_longer_ones_refused_with_the_remedy():
     check_context(settings(LONGEST_SHARED_ROW))
     check_context(settings(10 * LONGEST_SHARED_ROW, context=1))
     with pytest.raises(

@@ -93,11 +93,11 @@ def transformer_config(config: HfConfig, family: Family, settings: MegatronSetti
 
 def layers_of(settings: MegatronSettings) -> LayerChoice:
     """What the layers of a role are made of on this machine. Raises ValueError as `choose_layers` does."""
-    config = HfFolder(settings.model_folder).config
-    family = family_of(language_model(config.architecture()))
-    return choose_layers(
-        settings.transformer_impl, adapters=settings.lora_rank > 0, local_only=_local_only(config, family)
-    )
+    local_only = None
+    if settings.transformer_impl != "local":
+        config = HfFolder(settings.model_folder).config
+        local_only = _local_only(config, family_of(language_model(config.architecture())))
+    return choose_layers(settings.transformer_impl, adapters=settings.lora_rank > 0, local_only=local_only)
 
 
 def _local_only(config: HfConfig, family: Family) -> str | None:
