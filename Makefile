@@ -39,10 +39,11 @@ $(BASE): pyproject.toml Makefile
 	  || echo "no CPU build of vLLM for this platform: the demo will use the Hugging Face engine"
 	@touch $@
 
-# What the demo does not need: SGLang, the tests' tools and what they read (parquet, images, services).
+# What the demo does not need: SGLang, the tests' tools and what they read (parquet, images, services). vLLM's CPU build
+# asks for what it does not use for text, of which pip would warn here.
 $(STAMP): $(BASE)
 	@echo "installing what the tests need (about a minute)"
-	@$(PIP) $(LOCK) -e ".[test]" || $(PIP) -e ".[test]"
+	@$(PIP) --no-warn-conflicts $(LOCK) -e ".[test]" || $(PIP) --no-warn-conflicts -e ".[test]"
 	@$(PIP) --upgrade --target $(VENV)/sglang --no-deps $(SGLANG) \
 	  || echo "no SGLang for this platform: the tests leave it out"
 	@touch $@
