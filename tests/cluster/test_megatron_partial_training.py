@@ -176,9 +176,9 @@ def test_where_transformer_engine_has_no_such_part_auto_takes_local_layers_and_a
         with caplog.at_level("INFO"):
             found = layers_of(cases.settings_of(str(tmp_path / folder)))
         assert found is (LayerChoice.LOCAL if folder == "it" else LayerChoice.TRANSFORMER_ENGINE)
-    assert re.search(rf"layers: local \(Transformer Engine has no .*{part}", caplog.text)
+    assert re.search(rf"layers: local \(.*{part}", caplog.text)
     choose_layers.cache_clear()
-    with pytest.raises(ValueError, match=f"=transformer_engine: it has no .*{part}.*; use auto, or local"):
+    with pytest.raises(ValueError, match=f"=transformer_engine: .*{part}.*; use auto, or local"):
         layers_of(cases.settings_of(str(tmp_path / "it"), transformer_impl="transformer_engine"))
     choose_layers.cache_clear()
 

@@ -1,6 +1,8 @@
 """What an engine on a GPU inherits from the launcher's environment, and what would harm it."""
 
+import ctypes
 import os
+import sys
 
 import pytest
 
@@ -39,3 +41,15 @@ def test_an_engine_drops_the_one_connection_that_megatron_needs(engine, inherite
 def test_an_engine_that_sleeps_drops_expandable_segments_and_nothing_else(engine, inherited, sleep_level, expected):
     engine.prepare_environment(settings(sleep_level=sleep_level))
     assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == expected
+
+
+def test_sglang_on_a_cpu_loads_no_nccl_also_where_torch_brings_it(inherited, monkeypatch):
+    for name in ("SGLANG_USE_CPU_ENGINE", "TORCHDYNAMO_DISABLE", "SGLANG_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")
+    monkeypatch.setenv("SGLANG_NCCL_SO_PATH", "libc.so.6")  # as any that loads
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sglang_arguments, "refuse_unknown_release", lambda library: None)
+    sglang_arguments.prepare_environment(EngineSettings(model_folder="m", dtype="fp32", device="cpu", max_model_len=8))
+    with pytest.raises(OSError):
+        ctypes.CDLL(os.environ["SGLANG_NCCL_SO_PATH"])

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import pickle
+import subprocess
 import sys
 import time
 import zlib
@@ -16,6 +17,7 @@ from roll_async.config.schema_rollout import RewardConfig, SandboxConfig
 from roll_async.rewards.code_sandbox import CodeSandbox, program_of, same_output, same_value
 from roll_async.rewards.sandbox.cases import parse_cases
 from roll_async.rewards.sandbox.confine import missing
+from roll_async.rewards.sandbox.prelude import with_prelude
 from roll_async.rewards.serving.router import RewardRouter
 from roll_async.schema import RewardStatus
 from tests.patience import patient
@@ -130,6 +132,13 @@ SPOOF = "class {kind}:\n __module__ = '{module}'\n def __str__(s): return '{text
 def test_what_equals_everything_or_is_only_imported_or_breaks_the_judge_earns_nothing(sandbox, code, truth, extra):
     verdict = sandbox(fenced(code), truth if isinstance(truth, str) else json.dumps(truth), extra)
     assert verdict.score == 0 and verdict.reason
+
+
+def test_a_program_with_an_import_of_the_future_defines_its_names_in_the_file_itself():
+    """Not in what `locals()` gives there: Python 3.12.1 may give a copy. Here the two are apart in every Python."""
+    program = with_prelude("from __future__ import annotations\n" + ADD)
+    command = f"names, others = {{}}, {{}}; exec({program!r}, names, others); print(names['add'](1, 2))"
+    assert subprocess.run([sys.executable, "-c", command], capture_output=True, text=True).stdout == "3\n"
 
 
 def test_no_flag_of_the_harness_reaches_the_program_and_the_prelude_can_be_left_out():

@@ -289,8 +289,8 @@ def _parts_of_mlp(mlp: Any) -> Any:
 @cache
 def choose_layers(implementation: str, *, adapters: bool = False, local_only: str | None = None) -> LayerChoice:
     """What `transformer_impl` (local, transformer_engine or auto) comes to on this machine for a model with or without
-    LoRA adapters; logged once with its reason. `local_only`: what the model has that Transformer Engine's layers have
-    not. Raises ValueError where Transformer Engine is asked for and cannot be.
+    LoRA adapters; logged once with its reason. `local_only`: why the model has local layers alone, if it has. Raises
+    ValueError where Transformer Engine is asked for and cannot be.
     """
     if implementation == "local":
         logger.info("layers: local (transformer_impl: local)")
@@ -299,11 +299,11 @@ def choose_layers(implementation: str, *, adapters: bool = False, local_only: st
     if implementation == "transformer_engine" and missing:
         raise ValueError(f"transformer_impl=transformer_engine: {missing}; install it, or use auto")
     if implementation == "transformer_engine" and local_only:
-        raise ValueError(f"transformer_impl=transformer_engine: it has no {local_only}; use auto, or local")
+        raise ValueError(f"transformer_impl=transformer_engine: {local_only}; use auto, or local")
     if implementation == "auto" and missing is None and not torch.cuda.is_available():
         missing = "no CUDA device"
     if missing or local_only:
-        layers, reason = LayerChoice.LOCAL, missing or f"Transformer Engine has no {local_only}"
+        layers, reason = LayerChoice.LOCAL, missing or local_only
     elif adapters:
         # A sum with the adapter's path must be rounded once, in one product, which Transformer Engine's layers keep to
         # themselves. Their product is the same cuBLAS call.

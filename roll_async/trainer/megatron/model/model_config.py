@@ -101,16 +101,16 @@ def layers_of(settings: MegatronSettings) -> LayerChoice:
 
 
 def _local_only(config: HfConfig, family: Family) -> str | None:
-    """What of the model local layers alone have; None: nothing."""
+    """Why the model has local layers alone; None: it has not."""
     fields = family.fields(config)
     if fields.get("linear_attention_freq"):
-        return "gated delta net that knows packed rows"
+        return "Transformer Engine has no gated delta net that knows packed rows"
     if fields.get("softmax_type", "vanilla") != "vanilla":
-        return "attention sinks that were tried"
+        return "attention sinks were not tried with Transformer Engine"
     if family.reads_images:
-        return "rotation by three axes of positions"
+        return "Transformer Engine rotates by no three axes of positions"
     if Rotary.local(config, scaled=family.scaled_windows) is not None:
-        return "rotation of windowed layers apart from the rest"
+        return "Transformer Engine rotates windowed layers as the rest"
     return None
 
 
