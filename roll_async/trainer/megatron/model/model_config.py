@@ -18,6 +18,7 @@ from roll_async.checkpoint.hf_names.table import Family
 from roll_async.checkpoint.hf_names.value_head import language_model
 from roll_async.checkpoint.rotary import Rotary
 from roll_async.checkpoint.transforms import HeadLayout
+from roll_async.trainer.megatron import weight_gradients
 from roll_async.trainer.megatron.compiled import compiles
 from roll_async.trainer.megatron.model.layer_spec import LayerChoice, choose_layers
 from roll_async.trainer.megatron.settings import MegatronSettings, ParallelSizes
@@ -36,7 +37,6 @@ _NO_FUSION = {
     "masked_softmax_fusion": False,  # of an attention that is not used here
     "apply_rope_fusion": False,  # Transformer Engine's; local layers rotate by themselves (attention.py)
     "persist_layer_norm": False,  # Apex's, of LayerNorm
-    "gradient_accumulation_fusion": False,  # an extension of Apex
 }
 
 
@@ -69,6 +69,7 @@ def transformer_config(config: HfConfig, family: Family, settings: MegatronSetti
         "perform_initialization": False,
         # SwiGLU as a kernel forward and one backward. Its steps one by one would each round to the model's dtype.
         "bias_activation_fusion": family.activation == "silu" and compiles(_device()),
+        "gradient_accumulation_fusion": weight_gradients.fused(_device()),
         **_NO_FUSION,
         **_layout(parallel, settings.moe_dispatcher),
         # Gradients are plain sums of all micro-batches and ranks: the loss knows the denominators of the whole step.
