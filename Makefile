@@ -65,14 +65,14 @@ SUITE  := -m pytest tests -n 3 --dist loadfile --no-loadscope-reorder --duration
 test: setup
 	@$(PY) $(SUITE) -m "not long"
 
-# PART= tools, models or roles (tests/conftest.py); without it, all three.
+# PART= runs, tools, models or roles (tests/conftest.py); without it, all four.
 test-long: setup
 	@$(PY) $(SUITE) -m "$(or $(PART),long)"
 
 test-all: test test-long
 
 test-unit: setup
-	@$(PY) -m pytest tests/unit -m "not slow" -n auto
+	@$(PY) -m pytest tests/unit -m "not slow and not long" -n auto --dist worksteal
 
 lint: $(BASE)
 	@$(PIP) ruff pyright

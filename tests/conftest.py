@@ -2,6 +2,7 @@
 
 import gc
 import logging
+from fnmatch import fnmatchcase
 
 import pytest
 
@@ -22,12 +23,27 @@ def pytest_collection_finish():
 
 
 LONG = {
+    # Whole runs and engines beyond the one of each kind that `make test` runs.
+    "runs": (
+        "cluster/test_agentic_runs.py::test_rollout_without_training", "cluster/test_colocated.py::test_a_resident_run",
+        "cluster/test_critic_export.py", "cluster/test_engine_protocol.py*?sglang",
+        "cluster/test_engine_protocol.py*?vllm_core_process", "cluster/test_engine_protocol.py*?vllm_tp2",
+        "cluster/test_layouts.py::test_experts", "cluster/test_megatron_lora_precision.py",
+        "cluster/test_modes.py::test_a_bound_below*?drop", "cluster/test_modes.py::test_dynamic_sampling*?1-2",
+        "cluster/test_modes.py::test_mode?abort", "cluster/test_modes.py::test_mode?fully_async_partial_resume",
+        "cluster/test_modes.py::test_mode?roll_async_ratio_half", "cluster/test_rlvr_runs.py::test_a_reward_beside",
+        "cluster/test_role_errors.py::test_a_bug_in_a_rank*?forgets", "cluster/test_sglang_ranks.py",
+        "cluster/test_sharded_logprobs.py*?1", "cluster/test_sharded_logprobs.py*?4",
+        "cluster/test_supervised_runs.py::test_pairs_with_adapters", "cluster/test_train.py::test_the_ten_lines",
+        "cluster/test_trainer_shares.py",
+    ),
     # Worlds by the hundred, every wire of every key, documents, tools.
     "tools": (
-        "cluster/test_gpu_suite.py", "cluster/test_ray_runtime.py", "service/test_service_client.py",
-        "simulator/test_invariants.py", "simulator/test_mutants.py", "simulator/test_tables.py",
-        "unit/config/test_config_properties.py", "unit/config/test_no_inert_key.py",
-        "unit/observe/test_many_samples.py", "unit/test_documented_commands.py", "unit/test_from_anywhere.py",
+        "cluster/test_gpu_suite.py", "cluster/test_ray_runtime.py", "cluster/test_wheel.py::test_its_commands_work",
+        "service/test_service_client.py", "simulator/test_invariants.py", "simulator/test_mutants.py",
+        "simulator/test_tables.py", "unit/config/test_config_properties.py", "unit/config/test_no_inert_key.py",
+        "unit/observe/test_many_samples.py", "unit/prompts/test_families_page.py", "unit/test_documented_commands.py",
+        "unit/test_from_anywhere.py", "unit/test_minimal_grpo.py",
     ),
     # Every loss, estimator, family, layout and engine beyond the ones that `make test` runs.
     "models": (
@@ -53,15 +69,32 @@ LONG = {
         "service/test_math_verify_service.py",
     ),
 }  # fmt: skip
-"""The long series by its parts, each test by the beginning of its id: `make test` leaves them out, `make test-all` runs
-them, `make test-long PART=tools` one of them.
+"""The long series by its parts, each test by the beginning of its id with `*` and `?` for anything: `make test` leaves
+them out, `make test-all` runs them, `make test-long PART=tools` one of them.
+"""
+
+SLOW = (
+    "checkpoint/test_conversion_files.py", "config/test_config_files.py", "config/test_later_wins.py",
+    "envs/test_pool.py", "inference/test_storages.py", "launch/test_shipped_configs.py",
+    "prompts/test_call_forms.py::test_marks_by_the_ten_thousand", "rewards/test_ifeval.py",
+    "rewards/test_math_forms.py", "rewards/test_math_properties.py", "rewards/test_reward_pool.py",
+    "rewards/test_thoughts_scored.py", "rollout/test_teaching.py", "simulator/", "test_bench_tables.py",
+    "test_eval_command.py", "test_gate.py", "test_layers.py", "test_mutate.py", "test_prepare_rows.py",
+    "test_publish.py", "test_remedies.py", "test_seeds.py", "test_structure.py", "trainer/test_model_flops.py",
+    "trainer/test_piece_passes.py",
+)  # fmt: skip
+"""Of tests/unit, what takes more than some seconds together: `make test-unit` leaves them out, as it does what is marked
+where it stands.
 """
 
 
 def pytest_collection_modifyitems(items):
-    """Mark the long series in one place, where their sum is seen."""
+    """Mark the long series and the slow files in one place, where their sum is seen."""
     for item in items:
-        for part, tests in LONG.items():
-            if item.nodeid.removeprefix("tests/").startswith(tests):
+        test = item.nodeid.removeprefix("tests/")
+        if test.startswith(tuple(f"unit/{file}" for file in SLOW)):
+            item.add_marker(pytest.mark.slow)
+        for part, patterns in LONG.items():
+            if any(fnmatchcase(test, f"{pattern}*") for pattern in patterns):
                 item.add_marker(pytest.mark.long)
                 item.add_marker(getattr(pytest.mark, part))
