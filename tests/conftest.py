@@ -83,7 +83,7 @@ SLOW = (
     "test_publish.py", "test_remedies.py", "test_seeds.py", "test_structure.py", "trainer/test_model_flops.py",
     "trainer/test_piece_passes.py",
 )  # fmt: skip
-"""Of tests/unit, what takes more than some seconds together: `make test-unit` leaves them out, as it does what is marked
+"""Of tests/unit, what takes more than some seconds together: `make test-unit` leaves them out, and what is marked
 where it stands.
 """
 

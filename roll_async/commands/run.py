@@ -313,7 +313,8 @@ def _run_in(config: RunConfig, folder: RunFolder, hooks: UserHooks, data: GivenD
     folder.keep_trace()
     step = restored_step(config, folder)
     went_back = go_back(config, folder, step)
-    if step >= config.max_steps:
+    epochs = config.num_train_epochs if isinstance(config, SupervisedConfig) else None
+    if step >= config.max_steps and epochs is None:
         logger.warning("step %d of %d is trained: nothing is left to do; raise max_steps", step, config.max_steps)
     recorder = _recorder(config, folder)
     recorder.on_step = hooks.on_step

@@ -10,6 +10,7 @@ update and of a sleep is in `inference/protocol.py`.
 from __future__ import annotations
 
 import asyncio
+import math
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,6 +30,11 @@ from roll_async.weight_sync.errors import update_errors
 
 FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 """As vLLM and SGLang name them."""
+
+
+def are_numbers(logprobs: array) -> bool:
+    """Whether all are finite: a sum of others is not."""
+    return math.isfinite(sum(logprobs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +141,14 @@ class Engine(ABC, Generic[T]):
         with self._open(request) as ticket:
             if await self._admitted(ticket):
                 with self._library():
-                    return await self._generate(ticket)
+                    completion = await self._generate(ticket)
+                if not are_numbers(completion.logprobs):
+                    # Of no policy: a trainer would make NaN of all of its weights.
+                    raise ArithmeticError(
+                        f"log-probs of version {self._version} that are no numbers: weights or activations outside of "
+                        "the range of this dtype"
+                    )
+                return completion
             return Completion.empty(request.request_id, generation_s=_now() - ticket.submitted_s)
 
     @contextmanager
@@ -200,7 +213,9 @@ class Engine(ABC, Generic[T]):
         """
         ticket = self._tickets.get(request_id)
         tokens = None if ticket is None else self._so_far(ticket, start)
-        return None if ticket is None or tokens is None else self._completion(ticket, tokens, FinishReason.ABORT)
+        if ticket is None or tokens is None or not are_numbers(tokens.logprobs):
+            return None
+        return self._completion(ticket, tokens, FinishReason.ABORT)
 
     @abstractmethod
     def _so_far(self, ticket: T, start: int) -> Tokens | None:

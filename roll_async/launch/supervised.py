@@ -48,7 +48,7 @@ async def start_supervised(
     stack.push_async_exit(checkpoint.close)
     plan = SupervisedPlan(
         first_step=restored + 1,
-        max_steps=config.max_steps,
+        max_steps=learner.last_step(restored),
         save_every=config.save_steps,
         eval_every=config.eval_steps,
     )

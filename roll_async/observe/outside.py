@@ -3,6 +3,7 @@
     what they say --text_of, plain, number--> text that can be encoded, JSON, finite numbers: once, where it comes in
     what they raise --border--> OutsideError: type, message, place
     what they are asked --asked--> the border, and a deadline
+    what they start as a task --_guarded--> its SystemExit is an error of theirs, too
 
 `border` is the only place that catches everything; whoever uses it says what ends then: a call, a trajectory, a group.
 """
@@ -16,11 +17,12 @@ import math
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from numbers import Integral, Real
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 LONGEST_TEXT = 4 << 20
@@ -52,6 +54,8 @@ def border(*passing: type[BaseException]) -> Iterator[None]:
     """Whatever is raised inside becomes an OutsideError, whose cause it is. `passing` goes through, and what was asked
     for from this side: a cancellation of this task, and Ctrl-C.
     """
+    token = _outside.set(True)
+    _guard_tasks()
     try:
         yield
     except passing:
@@ -61,6 +65,34 @@ def border(*passing: type[BaseException]) -> Iterator[None]:
             raise
         name, text = type(error).__name__, message_of(error)
         raise OutsideError(f"{name}: {text}" if text else name, place_of(error)) from error
+    finally:
+        with suppress(ValueError):  # closed by another task, whose own this is not
+            _outside.reset(token)
+
+
+_outside: ContextVar[bool] = ContextVar("outside", default=False)
+"""Whether code of others runs here, or in the task that started this one."""
+
+
+def _guard_tasks() -> None:
+    """asyncio raises the SystemExit of a task out of the event loop, past every border: a model's program that says
+    `exit()` in a task of a tool would end the run.
+    """
+    with suppress(RuntimeError):  # no loop runs in this thread
+        loop = asyncio.get_running_loop()
+        if loop.get_task_factory() is None:
+            loop.set_task_factory(_task)
+
+
+def _task(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
+    return asyncio.Task(_guarded(work) if _outside.get() else work, loop=loop, **options)
+
+
+async def _guarded(work: Coroutine[Any, Any, T]) -> T:
+    try:
+        return await work
+    except SystemExit as error:
+        raise OutsideError(f"SystemExit: {error}", place_of(error)) from error
 
 
 async def asked(

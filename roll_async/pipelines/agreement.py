@@ -72,7 +72,7 @@ class PolicyAgreement:
         difference = self._difference(metrics)
         if self._band is None or difference is None:
             return {}
-        alarm = difference > self._band
+        alarm = not difference <= self._band  # NaN is no agreement
         if alarm:
             logger.warning("Log-probs, step %d: %s", step, self._found(difference))
         return {"weights/lag_zero_alarm": float(alarm)}
@@ -82,7 +82,7 @@ class PolicyAgreement:
         difference = self._difference(metrics)
         if self._band is None or difference is None or not self._stops:
             return
-        if difference > self._band:
+        if not difference <= self._band:
             found = self._found(difference)
             raise EngineMismatch(f"step {step}: {found} (weight_sync.on_mismatch: stop)")
 

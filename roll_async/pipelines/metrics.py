@@ -18,7 +18,7 @@ from roll_async.rollout.dispatch.server_counts import RequestSpan
 from roll_async.rollout.rollouter import RollouterStats
 from roll_async.schema import FinishReason, Group, Reward, Sample
 from roll_async.trainer.protocol import StepReport
-from roll_async.weight_sync.canary import CanaryReport
+from roll_async.weight_sync.canary import CanaryReport, worst
 from roll_async.weight_sync.protocol import SyncReport
 
 _GROUP_COUNTS = (
@@ -283,7 +283,7 @@ def canary_metrics(found: CanaryReport | None) -> dict[str, float]:
         return {}
     metrics = {"weights/canary_alarms": float(len(found.alarms))}
     if found.difference:
-        metrics["weights/canary_difference"] = max(found.difference.values())
+        metrics["weights/canary_difference"] = worst(found.difference.values())
         metrics |= {f"weights/canary_difference_{depth}": value for depth, value in found.by_depth.items()}
     if found.moved is not None:
         metrics["weights/canary_moved"] = found.moved
@@ -422,3 +422,13 @@ def complete_accuracy(reward: Reward, rows: Sequence[Sample]) -> float:
 
 def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
+
+
+def custom_numbers(found: object) -> dict[str, float]:
+    """What `compute_custom_metrics` gave. Raises TypeError for what is not a number."""
+    if not isinstance(found, Mapping | None):
+        raise TypeError(f"compute_custom_metrics gave {type(found).__name__}, not numbers by name")
+    for name, value in (found or {}).items():
+        if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+            raise TypeError(f"compute_custom_metrics: {name} is {repr(value)[:50]}, not a number")
+    return {str(name): float(value) for name, value in (found or {}).items()}

@@ -28,9 +28,17 @@ from typing import TypeVar
 from roll_async.buffer.deadline import within
 from roll_async.buffer.errors import EndOfData, first_cause
 from roll_async.buffer.freshness import BatchFreshness
+from roll_async.observe.outside import border
 from roll_async.observe.trace import DRIVER, starting
 from roll_async.pipelines.agreement import PolicyAgreement
-from roll_async.pipelines.metrics import StepClock, StepRecord, merged_reports, step_metrics, trace_step
+from roll_async.pipelines.metrics import (
+    StepClock,
+    StepRecord,
+    custom_numbers,
+    merged_reports,
+    step_metrics,
+    trace_step,
+)
 from roll_async.pipelines.protocol import PipelineParts, RunEnd, RunPlan, TrainerState
 from roll_async.pipelines.validator import Validator
 from roll_async.rollout.rollouter import RollouterStats
@@ -503,7 +511,8 @@ class TrainLoop:
         metrics = step_metrics(record, self._queue.stats(), rollout, before, devices_per_engine=devices)
         if self.validator.apart and self._plan.eval_every:
             metrics["validation/skipped"] = float(self.validator.num_skipped)
-        custom = self.compute_custom_metrics(StepGroups(record.groups)) or {}
+        with border():
+            custom = custom_numbers(self.compute_custom_metrics(StepGroups(record.groups)))
         return {**metrics, **self._mode_metrics(record), **custom}  # the user's keys last: they win
 
     def _mode_metrics(self, record: StepRecord) -> Mapping[str, float]:

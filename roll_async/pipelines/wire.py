@@ -11,6 +11,7 @@ Nothing runs yet when they return; functions that start processes begin with `st
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
@@ -66,6 +67,11 @@ class UserHooks:
     """A second log file in the run folder, besides run.log."""
     rollout_process: bool = False
     """Queue, rollouter and synchronizer run in a process of their own, so that the trainer's loop cannot delay them."""
+
+    def __post_init__(self) -> None:
+        for name in ("on_step", "custom_monitor"):
+            if inspect.iscoroutinefunction(getattr(self, name)):
+                raise TypeError(f"{name} is called as a plain function; an async one would never run")
 
     @property
     def log_names(self) -> list[str]:

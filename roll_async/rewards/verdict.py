@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Protocol
 
 from roll_async.config.user_code import place_of, traceback_of
-from roll_async.observe.outside import message_of
+from roll_async.observe.outside import LARGEST, message_of
 from roll_async.schema import Reward, RewardStatus
 
 
@@ -53,31 +52,35 @@ def verdict_of(result: object) -> Verdict:
     """What a user's function returned, as a Verdict: one already, a number, or a mapping with `score`.
 
     A number is the score, and `acc` is 1 iff it is > 0. A mapping may also give `acc`, `format` and `reason`; its other
-    numbers become metrics, its other texts are dropped. Raises TypeError or ValueError for anything else, and for a
-    number that is not finite: that must not become a score.
+    numbers become metrics, its other texts are dropped. Scalars of numpy and torch are numbers. Raises TypeError or
+    ValueError for anything else, and for a number that is not finite, or above 1e15: in float32 its square would be
+    infinite, and the advantages of its group NaN.
 
         {"score": 0.5, "acc": True, "f1": 0.7}  ->  Verdict(score=0.5, acc=1.0, metrics={"f1": 0.7})
     """
-    if isinstance(result, Verdict):
-        verdict = result
-    elif isinstance(result, Real):  # numpy's scalars are Real, too
-        verdict = Verdict(score=float(result), acc=float(float(result) > 0))
-    elif isinstance(result, Mapping):
-        verdict = _of_mapping(result)
-    else:
-        raise TypeError(f"a reward returns a Verdict, a number or a mapping with 'score', not {type(result).__name__}")
-    for name, value in (("score", verdict.score), ("acc", verdict.acc), ("format", verdict.format)):
-        _number(name, value)
-    for name, value in verdict.metrics.items():
-        _number(name, value)
-    return verdict
+    result = _plain(result)
+    if isinstance(result, Real):
+        score = _number("score", result)
+        return Verdict(score=score, acc=float(score > 0))
+    if isinstance(result, Mapping):
+        return _of_mapping(result)
+    if not isinstance(result, Verdict):
+        kind = type(result)
+        name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+        raise TypeError(f"a reward returns a Verdict, a number or a mapping with 'score', not {name}")
+    return replace(
+        result,
+        **{name: _number(name, getattr(result, name)) for name in ("score", "acc", "format")},
+        metrics={name: _number(name, value) for name, value in result.metrics.items()},
+    )
 
 
 def _of_mapping(result: Mapping[object, object]) -> Verdict:
     if "score" not in result:
         raise ValueError(f"a reward's mapping needs 'score'; it has {', '.join(map(str, result)) or 'nothing'}")
     score = _number("score", result["score"])
-    numbers = {str(k): float(v) for k, v in result.items() if isinstance(v, Real)}
+    found = {str(k): _plain(v) for k, v in result.items()}
+    numbers = {k: _number(k, v) for k, v in found.items() if isinstance(v, Real) or k in ("acc", "format")}
     return Verdict(
         score=score,
         acc=numbers.pop("acc", float(score > 0)),
@@ -87,7 +90,13 @@ def _of_mapping(result: Mapping[object, object]) -> Verdict:
     )
 
 
+def _plain(value: object) -> object:
+    """Numpy's and torch's scalars as Python's; anything else as it is."""
+    return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value  # type: ignore[attr-defined]
+
+
 def _number(name: str, value: object) -> float:
-    if not isinstance(value, Real) or not math.isfinite(value):
-        raise ValueError(f"{name} must be a finite number, got {value!r}")
+    value = _plain(value)
+    if not isinstance(value, Real) or not abs(value) <= LARGEST:  # written so that NaN fails, too
+        raise ValueError(f"{name} must be a finite number, at most {LARGEST:g} in size, got {repr(value)[:50]}")
     return float(value)

@@ -34,6 +34,8 @@ class GroupOutcome:
     """It raised, and no sample of the domain has had a score since the start."""
     remains: Group | None = None
     """The samples that an aborted group had, not a whole group: for the length audit alone."""
+    is_scored: bool = True
+    """False: its domain feeds another part of the loss, and its rewards are zeros that say nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

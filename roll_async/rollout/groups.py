@@ -195,7 +195,7 @@ class GroupRunner:
         if prompt.answer_ids is not None:
             # A supervised row answers itself: one sample, which no filter judges.
             group = replace(empty, samples=(_supervised(prompt, name, admitted_version),), baseline_score=0.0)
-            return GroupOutcome(fate=GroupFate.KEPT, group=group)
+            return GroupOutcome(fate=GroupFate.KEPT, group=group, is_scored=False)
         affinity = None if self._options.spread_samples else name
         scope = self._running[group_id] = GroupScope()
         try:
@@ -323,8 +323,9 @@ class GroupRunner:
         )
 
     def _judge(self, group: Group, kept: Sequence[Trajectory]) -> GroupOutcome:
-        if self._options.filter is None or not all(end.is_scored for end in kept):
-            return GroupOutcome(fate=GroupFate.KEPT, group=group)
+        scored = all(end.is_scored for end in kept)
+        if self._options.filter is None or not scored:
+            return GroupOutcome(fate=GroupFate.KEPT, group=group, is_scored=scored)
         return self._options.filter.judge(group)
 
     async def abort_groups(self, group_ids: Iterable[int]) -> None:

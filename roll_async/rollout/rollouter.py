@@ -10,16 +10,17 @@ One task per admitted group. Only `reserve` holds generation back: admission and
 from __future__ import annotations
 
 import asyncio
-import inspect
 import itertools
 import logging
+import math
 from collections.abc import Awaitable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from roll_async.buffer.message_queue import MessageQueue
 from roll_async.buffer.states import ReleaseReason, Slot
-from roll_async.observe.outside import OutsideError, border
+from roll_async.observe.outside import OutsideError, asked, border
 from roll_async.rollout.dispatch.engine_pool import EnginePool
 from roll_async.rollout.dispatch.server_counts import RequestSpan
 from roll_async.rollout.filters.duplicates import DuplicateAnswers
@@ -194,12 +195,8 @@ class Rollouter:
     async def _produce(self, batch: GenerationBatch) -> None:
         self._first.started(batch.slot.group_id)
         try:
-            with border():  # the loss of all replicas ends the run by the engine watch
-                outcome = self.custom_generation_logic(batch)
-                if inspect.isawaitable(outcome):
-                    outcome = await outcome
-                if not isinstance(outcome, GroupOutcome | None):
-                    raise TypeError(f"custom_generation_logic gave {type(outcome).__name__}, not a GroupOutcome")
+            # The loss of all replicas ends the run by the engine watch.
+            outcome = await asked(lambda: self.custom_generation_logic(batch), partial(_read, batch.slot), math.inf)
         except OutsideError as error:
             logger.error("group %d: %s", batch.slot.group_id, error, exc_info=error.__cause__)
             outcome = GroupOutcome(fate=GroupFate.FAILED, reason=str(error))
@@ -229,7 +226,7 @@ class Rollouter:
         if outcome.group is not None:
             self._samples += len(outcome.group.samples)
         self._count(outcome)
-        if self._pool is not None and outcome.group is not None:
+        if self._pool is not None and outcome.group is not None and outcome.is_scored:
             self._pool.record(slot.prompt_index, _values(outcome.group, self._pool.metric))
         match outcome.fate:
             case GroupFate.KEPT:
@@ -370,6 +367,22 @@ class Rollouter:
             },
             ratios=source.ratios,
         )
+
+
+def _read(slot: Slot, outcome: object) -> GroupOutcome | None:
+    """What a hook gave for a slot. Raises TypeError or ValueError for what would be accounted to another one."""
+    if outcome is None:
+        return None
+    if not isinstance(outcome, GroupOutcome):
+        raise TypeError(f"custom_generation_logic gave {type(outcome).__name__}, not a GroupOutcome")
+    group = outcome.group
+    if group is None and outcome.fate is GroupFate.KEPT:
+        raise ValueError("custom_generation_logic gave a KEPT outcome without a group")
+    if group is not None and group.group_id != slot.group_id:
+        raise ValueError(f"custom_generation_logic gave group {group.group_id} for group {slot.group_id}")
+    if group is not None and any(sample.reward is None for sample in group.samples):
+        raise ValueError("custom_generation_logic gave a group with a sample that has no reward")
+    return outcome
 
 
 def _values(group: Group, metric: str) -> list[float]:

@@ -59,9 +59,10 @@ class SupervisedLearner:
         """Rows that belong together."""
         self._num = len(data.rows) // self._size
         self._batch = config.train_batch_size
-        epochs = config.num_train_epochs
-        self._end = config.max_steps * self._batch if epochs is None else epochs * self._num
-        """Position at which the run ends."""
+        epochs, self._max_steps = config.num_train_epochs, config.max_steps
+        self._end = None if epochs is None else epochs * self._num
+        """Position at which the run ends; None: where its steps do."""
+        self._resumes = config.checkpoint.resume_from is not None
         self._position = 0
         self._digest = digest_of(data.rows)
         self._reference: Tensor | None = None  # [rows] sums of log-probs
@@ -80,13 +81,17 @@ class SupervisedLearner:
             )
         self._position = int(state["position"])  # type: ignore[call-overload]
 
+    def last_step(self, restored: int) -> int:
+        """Of the run, once its position is restored: another train_batch_size makes other steps of what is left."""
+        return self._max_steps if self._end is None else restored - (self._position - self._end) // self._batch
+
     async def prepare(self) -> None:
         """Before a checkpoint is restored: of pairs, the log-probs of the model that the run starts from, once."""
         if self._preference is None:
             return
-        used = [*range(len(self._data.rows))]
-        if self._end < self._num:  # the run ends before it has seen all of them
-            used = [row for item in map(self._item, range(self._end)) for row in self._rows_of(item)]
+        used, reached = [*range(len(self._data.rows))], self._max_steps * self._batch
+        if self._end is None and reached < self._num and not self._resumes:  # it ends before it has seen all of them
+            used = [row for item in map(self._item, range(reached)) for row in self._rows_of(item)]
         self._reference = torch.zeros(len(self._data.rows))
         self._reference[used] = await self._sums([self._data.rows[row] for row in used])
         self._held_out_reference = await self._sums(self._data.held_out)
@@ -94,7 +99,8 @@ class SupervisedLearner:
 
     async def learn(self, step: int) -> StepReport | None:
         """One step; None at the end of the data."""
-        loop, items = asyncio.get_running_loop(), range(self._position, min(self._position + self._batch, self._end))
+        loop, stop = asyncio.get_running_loop(), self._position + self._batch
+        items = range(self._position, stop if self._end is None else min(stop, self._end))
         if not items:
             return None
         began = loop.time()

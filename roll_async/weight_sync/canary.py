@@ -27,7 +27,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise, zip_longest
-from math import fsum
+from math import fsum, isnan
 
 from roll_async.config.schema import PipelineConfig, roles_in_turns
 from roll_async.schema import Group, WeightVersion
@@ -232,7 +232,7 @@ class Canary:
                 "no weight (learning rate 0, or no row with a gradient)"
             )
         self._engines = {name: _Scores(version=version, values=values) for name, values in scores.items()}
-        by_depth = {depth: max(mine[depth] for mine in apart.values()) for depth in self._parts if apart}
+        by_depth = {depth: worst(mine[depth] for mine in apart.values()) for depth in self._parts if apart}
         report = CanaryReport(difference=difference, by_depth=by_depth, moved=moved, alarms=tuple(filter(None, alarms)))
         for alarm in report.alarms:
             logger.warning("Weight canary, version %d: %s", version, alarm)
@@ -282,7 +282,7 @@ class Canary:
 
     def _beyond(self, apart: Mapping[int, float]) -> int | None:
         """The first depth whose difference is not within the band."""
-        return next((depth for depth, difference in apart.items() if difference > self._options.band), None)
+        return next((depth for depth, difference in apart.items() if not difference <= self._options.band), None)
 
     def _found(self, apart: Mapping[int, float], depth: int) -> str:
         before = _depth_before(depth, self._options.depths)
@@ -317,6 +317,11 @@ class Canary:
         return (
             f"{found}. Suspect: numerics (dtype, rope scaling, norms), or the order of weights (experts, fused layers)"
         )
+
+
+def worst(differences: Iterable[float]) -> float:
+    """The largest, than which NaN is larger still."""
+    return max(differences, key=lambda nats: (isnan(nats), nats))
 
 
 def canary_rows(texts: Iterable[Sequence[int]], options: CanaryOptions) -> list[list[int]]:

@@ -11,11 +11,11 @@ import asyncio
 import hashlib
 import json
 import logging
-import math
 import secrets
 import time
 from collections import OrderedDict
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from roll_async.config.schema_rollout import JudgeConfig
@@ -114,12 +114,16 @@ class LlmJudge:
             return replace(reward, metrics={**reward.metrics, "cached": 1.0} if reward.metrics else {}, scoring_s=0.0)
         # Callers wait shielded: one that gives up must not cancel it for the others.
         task = self._cache[key] = asyncio.ensure_future(self._ask(prompt, answer))
-        reward = await asyncio.shield(task)
-        if reward.status is not RewardStatus.OK:
-            self._cache.pop(key, None)  # the next one asks again
+        task.add_done_callback(partial(self._forget_failure, key))
+        return await asyncio.shield(task)
+
+    def _forget_failure(self, key: str, task: asyncio.Task[Reward]) -> None:
+        """The next one asks again. At its end, whoever waits for it by then."""
+        if task.cancelled() or task.exception() is not None or task.result().status is not RewardStatus.OK:
+            if self._cache.get(key) is task:
+                del self._cache[key]
         elif len(self._cache) > _CACHE_ENTRIES:
             self._cache.popitem(last=False)
-        return reward
 
     async def _ask(self, prompt: Prompt, answer: str) -> Reward:
         """One question with its retries. Waiting for a slot is not scoring time."""
@@ -218,7 +222,7 @@ def _checked(found: object) -> Reward | None:
         return None
     if score is None and isinstance(correct, bool):
         score = float(correct)
-    if score is None or not math.isfinite(score) or not 0 <= score <= 1:
+    if score is None or not 0 <= score <= 1:
         return None
     right = correct if isinstance(correct, bool) else score >= 0.5
     metrics = {"acc": float(right), "format": 1.0, "cached": 0.0}

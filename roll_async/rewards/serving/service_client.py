@@ -11,12 +11,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 import random
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from roll_async.config.schema_rollout import ServiceConfig
+from roll_async.observe.outside import LARGEST
 from roll_async.rewards.serving.http_calls import Backoff, Trouble, open_session
 from roll_async.schema import Prompt, Reward, RewardStatus
 
@@ -122,6 +122,6 @@ def _reward(text: str) -> Reward | Trouble:
 
 
 def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"expected a finite number, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
+        raise ValueError(f"expected a finite number, at most {LARGEST:g} in size, got {repr(value)[:50]}")
     return float(value)

@@ -61,9 +61,13 @@ def main() -> None:
 
 
 def _serve(reward: Judge, channel: socket.socket) -> None:
+    me = os.getpid()
     say(channel, {"ready": True})
     for line in channel.makefile("rb"):
-        say(channel, _judge(reward, json.loads(line)))
+        answer = _judge(reward, json.loads(line))
+        if os.getpid() != me:
+            os._exit(0)  # a child that the reward has forked and lost: the parent answers, and goes on reading
+        say(channel, answer)
 
 
 def _serve_confined(reward: Judge, template: int, channel: socket.socket) -> None:

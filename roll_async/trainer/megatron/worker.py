@@ -7,6 +7,7 @@ positions.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -46,10 +47,14 @@ from roll_async.trainer.megatron.shares import BatchSplitter, DataParallelShard,
 from roll_async.trainer.megatron.state.checkpoints import RoleCheckpoint  # noqa: E402
 from roll_async.trainer.megatron.state.device_state import DeviceState  # noqa: E402
 from roll_async.trainer.megatron.state.host_state import host_state  # noqa: E402
-from roll_async.trainer.megatron.state.optimizer import build_optimizer, wrap  # noqa: E402
+from roll_async.trainer.megatron.state.optimizer import are_numbers, build_optimizer, wrap  # noqa: E402
 from roll_async.trainer.protocol import STATE_KINDS, GivenRows, StateMemory  # noqa: E402
 from roll_async.weight_sync.bucket import Content  # noqa: E402
 from roll_async.weight_sync.transfer import TensorPart, joined  # noqa: E402
+
+logger = logging.getLogger(__name__)
+MOST_SKIPPED = 8
+"""Optimizer steps in a row without a gradient in numbers: by then it is no accident of a batch."""
 
 
 class MegatronWorker:
@@ -68,7 +73,7 @@ class MegatronWorker:
         self._device = torch.device(self._spec.device)
         self._model = HfBackedModel(self._settings, self._device)
         self._replay = RouterReplay(self._model.chunks, self._model.config) if self._settings.router_replay else None
-        self._network = []
+        self._network, self._skipped = [], 0
         if self._settings.optimizer is None:
             for chunk in self._model.chunks:
                 chunk.requires_grad_(False)
@@ -323,8 +328,14 @@ class MegatronWorker:
         batches = self._runner.micro_batches(share.rows, mini_batch)
         losses, parts = self._runner.run(batches, loss_for(mini_batch.denominators), forward_only=False)
         on_device = nullcontext() if self._host_state is None else self._host_state.on_device()
-        with cpu_shim.cuda_type_names(), on_device:
-            stepped, grad_norm, _ = self._optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]  # base: None
+        stepped, grad_norm = False, None
+        # The scaler of fp16 looks itself, and goes down.
+        if self._model.config.fp16 or are_numbers(self._network):
+            with cpu_shim.cuda_type_names(), on_device:
+                stepped, grad_norm, _ = self._optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]  # base: None
+            self._skipped = 0
+        else:
+            self._skip()
         loss, parts = self._collect(losses, parts)
         return {
             "trainer/loss": loss,
@@ -334,6 +345,15 @@ class MegatronWorker:
             **step_metrics(parts, mini_batch.computed),
             **(self._replay.metrics() if self._replay is not None else {}),
         }
+
+    def _skip(self) -> None:
+        """The weights stay as they are. Raises FloatingPointError where that has become the rule."""
+        self._skipped += 1
+        reason = "a gradient is no number (NaN or infinite): too large a learning rate, scores or advantages, or a bug"
+        if self._skipped == MOST_SKIPPED:
+            raise FloatingPointError(f"{reason}; {MOST_SKIPPED} optimizer steps in a row were skipped")
+        if dist.get_rank() == 0:
+            logger.warning("optimizer step skipped (trainer/skipped_steps), the weights stay: %s", reason)
 
     def _collect(self, losses: list[Tensor], parts: list[dict[str, Tensor]]) -> tuple[float, list[dict[str, Tensor]]]:
         """The step's loss, and the metric sums of every data-parallel rank, on all ranks."""

@@ -1,5 +1,7 @@
 """A pool of prompts in a whole run: told how groups fared, saved with the position, restored with it."""
 
+from array import array
+
 import pytest
 
 from roll_async.config.schema import PromptPoolConfig
@@ -40,6 +42,15 @@ def test_the_end_of_all_prompts_ends_the_run(run, a_run, build):
     done = a_run(steps=40, pool=pool_of(build, size=24))
     assert run(done.go()) is RunEnd.END_OF_DATA
     assert sorted(done.rows) == list(range(24))
+
+
+@pytest.mark.parametrize("metric", ["score", "acc"])
+def test_what_nothing_scores_says_nothing_of_a_prompt(run, a_run, build, metric):
+    rows = {"math": [build.prompt(row_id=str(i), answer_ids=array("i", [7, 8])) for i in range(40)]}
+    options = PromptPoolConfig(retire_after=1, refill_below=0.1, metric=metric)
+    done = a_run(pool=PooledPrompts(ShuffledPrompts(rows, seed=1).at, rows, options, seed=0))
+    assert run(done.go()) is RunEnd.FINISHED
+    assert "pool/pass_rate_visit_1" not in done.published[-1]
 
 
 def test_a_metric_that_no_reward_reports_ends_the_run_with_its_name(run, a_run, build):

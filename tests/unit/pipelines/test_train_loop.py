@@ -6,12 +6,15 @@ from array import array
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from roll_async.observe.outside import OutsideError
 from roll_async.observe.recorder import REQUIRED_KEYS
 from roll_async.pipelines.fully_async import FullyAsyncTrainer
 from roll_async.pipelines.metrics import merged_reports, ratio_metrics
 from roll_async.pipelines.protocol import RunEnd, TrainerState
+from roll_async.pipelines.rlvr import TrainLoop
 from roll_async.pipelines.wire import UserHooks
 from roll_async.trainer.protocol import StepReport
 from roll_async.weight_sync.canary import CanaryOptions
@@ -276,6 +279,46 @@ def test_the_fully_asynchronous_trainer_publishes_every_name_of_its_mode(run, a_
     documented = (ROOT / "docs_roll" / "metrics.md").read_text()
     missing = [n for n in last if n.startswith("fully_async/") and re.sub(r"\d+$", "N", n) not in documented]
     assert not missing
+
+
+@pytest.mark.parametrize(
+    ("found", "reason"),
+    [
+        ({"mine": "many"}, "compute_custom_metrics: mine is 'many', not a number"),
+        ({"mine": None}, "compute_custom_metrics: mine is None"),
+        ([1.0], "compute_custom_metrics gave list"),
+        (SystemExit(0), "SystemExit"),
+    ],
+    ids=repr,
+)
+def test_metrics_of_the_user_that_are_none_end_the_run_by_name_with_its_step_saved(run, a_run, found, reason):
+    class Mine(TrainLoop):
+        def compute_custom_metrics(self, batch):
+            if isinstance(found, BaseException):
+                raise found
+            return found
+
+    broken = a_run(hooks=UserHooks(trainer=Mine))
+    with pytest.raises(BaseExceptionGroup) as raised:
+        run(broken.go())
+    assert raised.group_contains(OutsideError, match=reason) and broken.saved == [1]
+
+
+def test_scalars_of_numpy_are_metrics_and_async_hooks_are_refused(run, a_run):
+    class Mine(TrainLoop):
+        def compute_custom_metrics(self, batch):
+            return {"mine": np.float32(0.5), "not known": float("nan")}
+
+    done = a_run(hooks=UserHooks(trainer=Mine))
+    run(done.go())
+    assert done.published[-1]["mine"] == 0.5
+
+    async def hook(*arguments):
+        pass
+
+    for name in ("on_step", "custom_monitor"):
+        with pytest.raises(TypeError, match=f"{name} is called as a plain function"):
+            UserHooks(**{name: hook})
 
 
 def test_the_monitor_names_every_component_and_calls_the_users_own(run, a_run, caplog):

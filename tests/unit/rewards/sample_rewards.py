@@ -34,6 +34,11 @@ class Misbehaving:
                 print("noise between the answers", flush=True)
                 os.system("echo more noise")
                 text = "1"
+            case "fork":
+                if os.fork() == 0:
+                    raise ValueError("the child does not know that it is one")
+                os.wait()
+                return Verdict(score=7.0, acc=1.0)
             case "eat":
                 return Verdict(score=float(len(bytearray(1 << 31))), acc=1.0)
         if text.startswith("spawn "):

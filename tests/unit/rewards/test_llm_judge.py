@@ -113,6 +113,23 @@ def test_text_of_the_policy_stands_between_marks_it_cannot_know(judging, questio
     assert all(len(m) == 6 and len(set(m)) == 1 for m in marks) and marks[0][0] != marks[1][0]
 
 
+@pytest.mark.parametrize("first", ["hang", '{"score": 1' + "0" * 400 + "}"])
+def test_a_failure_is_kept_for_nobody_whatever_became_of_who_asked_first(judging, question, first):
+    async def work(judge, server):
+        server.script = [first, first]
+        asking = asyncio.create_task(judge.score_response(question, "x"))
+        await asyncio.sleep(0.1)
+        asking.cancel()
+        await asyncio.wait({asking})
+        for _ in range(100):  # whoever comes until then shares its failure
+            reward = await judge.score_response(question, "x")
+            if reward.status is RewardStatus.OK:
+                return reward
+        return reward
+
+    assert judging(work, timeout_s=0.3, max_retries=0).score == 0.75
+
+
 def test_an_instruction_of_the_user_is_used_instead(judging, question):
     async def work(judge, server):
         await judge.score_response(question, "x")

@@ -58,6 +58,13 @@ def test_answers_come_back_to_the_sample_that_asked(scoring):
     assert rewards[0].metrics == {"acc": 1.0, "format": 1.0, "length": 2.0}
 
 
+def test_the_child_of_a_reward_that_forks_answers_nobody(scoring):
+    async def work(pool):
+        return await ask(pool, "fork", *map(str, range(50)))
+
+    assert [reward.score for reward in scoring(work)] == [7, *range(50)]
+
+
 @pytest.mark.slow
 def test_a_hanging_reward_is_a_time_out_and_its_neighbours_are_unharmed(scoring):
     async def work(pool):

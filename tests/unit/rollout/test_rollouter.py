@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from dataclasses import replace
 from math import ceil
 
 import pytest
@@ -509,6 +510,48 @@ def test_a_user_class_may_generate_in_its_own_way_or_only_look_on(run, world):
     own.rollouter.__class__ = Mine
     run(own.go(3))
     assert sorted(own.rows) == list(range(12)) and len(Mine.seen) >= 12
+
+
+class Swallows(Rollouter):
+    async def custom_generation_logic(self, batch):
+        while batch.slot.prompt_index > 4:
+            try:
+                await asyncio.sleep(1e9)
+            except asyncio.CancelledError:  # it never lets go
+                continue
+
+
+def test_a_hook_that_swallows_its_cancellation_does_not_keep_a_run_from_its_end(run, world):
+    own = world(rollouter=Swallows, async_generation_ratio=1.0)
+    run(own.go(1))
+    assert sorted(own.rows) == [0, 1, 2, 3] and own.seconds - own.trained_s < 200
+
+
+@pytest.mark.parametrize(
+    ("gives", "reason"),
+    [
+        (lambda batch, group: replace(group(batch), group_id=batch.slot.group_id + 1), "gave group 1 for group 0"),
+        (lambda batch, group: None, "a KEPT outcome without a group"),
+        (
+            lambda batch, group: replace(
+                group(batch), samples=tuple(replace(s, reward=None) for s in group(batch).samples)
+            ),
+            "a sample that has no reward",
+        ),
+    ],
+    ids=["another's", "none", "no reward"],
+)
+def test_what_a_hook_gives_is_accounted_to_its_own_prompt_or_to_none(run, world, build, gives, reason):
+    class Wrong(Rollouter):
+        def custom_generation_logic(self, batch):
+            if batch.slot.prompt_index:
+                return None
+            group = lambda batch: build.group(group_id=batch.slot.group_id, prompt=batch.prompt)  # noqa: E731
+            return GroupOutcome(fate=GroupFate.KEPT, group=gives(batch, group))
+
+    own = world(rollouter=Wrong)
+    run(own.go(2))
+    assert 0 not in own.rows and own.queue.stats().failed == 1 and len(own.rows) == len(set(own.rows))
 
 
 def test_a_reward_that_raises_for_every_sample_ends_the_run_with_the_first_batch(run, world, caplog):

@@ -66,6 +66,38 @@ def test_a_resumed_run_goes_on_at_its_row_also_with_another_batch():
     assert [*first.first_tokens[0], *sum(second.first_tokens, [])] == sum(whole.first_tokens, [])
 
 
+@pytest.mark.parametrize(
+    ("keys", "batch", "last", "rows"),
+    [
+        (("max_steps=10",), 4, 10, 4 * 5),
+        (("max_steps=10",), 2, 10, 2 * 5),
+        (("max_steps=10",), 8, 10, 8 * 5),
+        (("num_train_epochs=1",), 4, 10, 20),
+        (("num_train_epochs=1",), 8, 8, 20),
+        (("num_train_epochs=1",), 3, 12, 20),
+        (("num_train_epochs=2",), 4, 20, 60),
+    ],
+)
+def test_another_batch_after_half_of_a_run_changes_neither_its_steps_nor_its_epochs(keys, batch, last, rows):
+    first, second = Actor(), Actor()
+    before = SupervisedLearner(first, sft_config("train_batch_size=4", *keys), data(40))
+    run(before, 5)
+    after = SupervisedLearner(second, sft_config(f"train_batch_size={batch}", *keys), data(40))
+    after.restore_state(before.export_state())
+    assert after.last_step(5) == last
+    reports = run(after, last - 5)
+    assert None not in reports and sum(map(len, second.first_tokens)) == rows
+    end = run(after, 1)[0]
+    assert (end is None) == keys[0].startswith("num_train")
+
+
+def test_pairs_of_a_resumed_run_all_have_their_reference():
+    actor = Actor()
+    config = dpo_config("train_batch_size=1", "max_steps=1", "checkpoint.resume_from=latest")
+    run(SupervisedLearner(actor, config, data(8)), 1)
+    assert actor.scored == 8, "where the run goes on is not known yet"
+
+
 def test_a_checkpoint_of_other_rows_is_refused():
     learner = SupervisedLearner(Actor(), sft_config(), data(10))
     with pytest.raises(ValueError, match=r"^actor_train.data_args: the checkpoint is of rows "):

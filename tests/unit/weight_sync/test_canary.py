@@ -6,6 +6,7 @@ from array import array
 import pytest
 
 from roll_async.config.api import load
+from roll_async.pipelines.metrics import canary_metrics
 from roll_async.weight_sync.canary import Canary, CanaryOptions, EngineMismatch, band_of, canary_rows
 
 ROWS = [[1, 2, 3], [4, 5]]
@@ -88,6 +89,24 @@ def test_a_push_after_an_optimizer_that_changed_nothing_is_an_alarm_that_ends_no
     now = [-1, -2, -3]
     _, report = history((now, {"a": now}), (now, {"a": now}), stop=True)
     assert len(report.alarms) == 1 and "optimizer changed no weight" in report.alarms[0]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_log_probs_that_are_no_numbers_are_beyond_every_band(value):
+    (report,) = history(([-1, -2, -3], {"a": [value, -2, -3], "b": [-1, -2, -3]}))
+    (alarm,) = report.alarms
+    assert alarm.startswith("a differs") and not abs(canary_metrics(report)["weights/canary_difference"]) < 1e9
+    assert not abs(report.by_depth[256]) < 1e9
+    canary = Canary(ROWS, Trainer([-1, -2, -3]), CanaryOptions(prompts=2, band=0.1, stop=True))
+
+    async def go():
+        await canary.before_push(1)
+        await canary.score_on_engines(1, [Engine("b", [-1, -2, -3])])
+        await canary.report()
+        await canary.check_returned(1, [Engine("a", [value, -2, -3])])
+
+    with pytest.raises(EngineMismatch, match="a, which returned"):
+        asyncio.run(go())
 
 
 def test_stop_ends_the_run_with_the_suspect():

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -94,6 +95,18 @@ def wrap(
     if settings.overlap_grad_reduce:
         config.no_sync_func = network[0].no_sync if len(network) == 1 else [part.no_sync for part in network]  # type: ignore[assignment]
     return network
+
+
+def are_numbers(network: Sequence[DistributedDataParallel]) -> bool:
+    """Whether all gradients of all ranks are finite; collective, and waits for the device. A single NaN would go
+    through clipping into every weight.
+    """
+    # By these names Megatron hides two of torch's.
+    buffers = [b for part in network for b in part.buffers + part.expert_parallel_buffers]  # pyright: ignore[reportOperatorIssue]
+    largest = torch.stack([torch.linalg.vector_norm(buffer.grad_data, float("inf")) for buffer in buffers])
+    found = (~torch.isfinite(largest)).any().float()
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return not found.item()
 
 
 def is_distributed(settings: OptimizerSettings) -> bool:
