@@ -22,6 +22,7 @@ from roll_async.trainer.megatron.model.model_flops import model_flops
 from roll_async.trainer.megatron.ranks import RankSpec
 from roll_async.trainer.megatron.settings import MegatronSettings, OptimizerSettings
 from roll_async.trainer.megatron.shares import BatchSplitter
+from roll_async.trainer.megatron.worker import MOST_SKIPPED
 from roll_async.trainer.protocol import PolicyRows, TokenRows
 from tests.rounding import Bounds, assert_near
 
@@ -233,6 +234,26 @@ def test_copies_are_computed_once_and_the_step_is_that_of_all_rows(start, tmp_pa
     for measured, fed in ((used, rows.lengths[[0, 3, 4, 6, 7, 8, 9]].tolist()), (used_by_each, rows.lengths.tolist())):
         work_per_token = measured["trainer/tflops_per_device"] * 1e12 / measured["trainer/tokens_per_device_s"]
         assert work_per_token == pytest.approx(flops.step(fed) / sum(fed))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_step_whose_gradient_is_no_number_leaves_the_weights_and_many_of_them_end_the_run(
+    start, tmp_path, dtype, caplog
+):
+    worker = start(model_folder(tmp_path / "in", tied=True), dtype=dtype)
+    _, policy = batch()
+    worker.update_policy(policy, 1)
+    before = {name: tensor.clone() for name, tensor in worker.export_named_tensors()}
+    poisoned = dataclasses.replace(policy, advantages=torch.where(policy.mask, torch.nan, policy.advantages))
+    metrics = worker.update_policy(poisoned, 2)
+    assert metrics["trainer/skipped_steps"] == 1 and "a gradient is no number" in caplog.text
+    assert all(torch.equal(tensor, before[name]) for name, tensor in worker.export_named_tensors())
+    assert worker.update_policy(policy, 3)["trainer/skipped_steps"] == 0
+    assert not all(torch.equal(tensor, before[name]) for name, tensor in worker.export_named_tensors())
+    for step in range(MOST_SKIPPED - 1):
+        worker.update_policy(poisoned, 4 + step)
+    with pytest.raises(FloatingPointError, match=f"{MOST_SKIPPED} optimizer steps in a row were skipped"):
+        worker.update_policy(poisoned, 20)
 
 
 def test_a_batch_without_any_advantage_takes_its_step(start, tmp_path):

@@ -611,6 +611,29 @@ def test_code_that_ignores_its_cancellation_is_closed_when_who_asked_for_it_is_c
     run_virtual(main())
 
 
+@pytest.mark.parametrize("start", ["wait_for", "gather", "task"])
+def test_an_exit_in_a_task_of_their_own_ends_what_they_were_asked_for_and_no_more(start):
+    async def program():
+        sys.exit("as in a script")
+
+    async def tool():
+        match start:
+            case "wait_for":
+                await asyncio.wait_for(program(), 5)
+            case "gather":
+                await asyncio.gather(program(), asyncio.sleep(0))
+            case "task":
+                await asyncio.create_task(program(), name="theirs")
+
+    async def go():
+        with pytest.raises(OutsideError, match="SystemExit: as in a script"):
+            await asked(tool, text_of, 5)
+        await asyncio.ensure_future(program())  # what is ours and asks for its end is heard
+
+    with pytest.raises(SystemExit):
+        asyncio.run(go())
+
+
 def test_an_error_that_nobody_foresaw_ends_its_trajectory_is_counted_and_leaves_its_traceback(tokenizer, caplog):
     fates, _, metrics = played(tokenizer, [("task", {}, None)], ["the"], "ConnectionError")
     assert [fate for _, fate, _ in fates] == ["filtered", "failed"] and "ConnectionError: gone" in fates[1][2]

@@ -265,3 +265,24 @@ def test_a_library_that_is_dead_is_no_failed_update():
             await engine.begin_update(STAGED)
 
     asyncio.run(go())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_an_answer_whose_log_probs_are_no_numbers_is_a_failure_of_its_request(value):
+    class Broken(Library):
+        async def _generate(self, ticket):
+            tokens = Tokens(array("i", [1, 2]), array("f", [-1.0, value]), ((0, 2),))
+            self.told = self.progress(ticket.request.request_id, 0)
+            return self._completion(ticket, tokens, FinishReason.STOP)
+
+        def _so_far(self, ticket, start):
+            return Tokens(array("i", [1]), array("f", [value]), ((0, 1),))
+
+    async def go():
+        engine = Broken()
+        await engine.start()
+        with pytest.raises(ArithmeticError, match="log-probs of version 0 that are no numbers"):
+            await engine.generate(request())
+        assert engine.told is None, "nothing of it is kept for another attempt"
+
+    asyncio.run(go())

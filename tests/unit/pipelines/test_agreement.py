@@ -24,6 +24,12 @@ def differs(by, num_tokens=2 * LEAST_TOKENS, share=0.5):
     return {DIFFERENCE: by, NUM_TOKENS: float(num_tokens), SHARE: share}
 
 
+def test_log_probs_that_are_no_numbers_do_not_agree():
+    assert PolicyAgreement(1e-3, stops=False).check(1, differs(float("nan"))) == {"weights/lag_zero_alarm": 1.0}
+    with pytest.raises(EngineMismatch, match="differ by nan nats"):
+        PolicyAgreement(1e-3, stops=True).stop_on_mismatch(1, differs(float("nan")))
+
+
 @pytest.mark.parametrize(
     ("canary", "suspect"),
     [
