@@ -25,6 +25,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import metadata
@@ -191,8 +192,19 @@ def play(script: str, arguments: Sequence[str], limit_s: float) -> dict:
     return {**result, "limit_s": limit_s}
 
 
-def finish(command: Sequence[str], limit_s: float, environment: Mapping[str, str] | None = None) -> str | dict:
-    """What a command printed; of one that failed, or was ended with all it had started, what to say of it."""
+LOOKS_S = 0.5
+"""Between two looks at a command under way."""
+
+
+def finish(
+    command: Sequence[str],
+    limit_s: float,
+    environment: Mapping[str, str] | None = None,
+    enough: Callable[[], bool] | None = None,
+) -> str | dict:
+    """What a command printed; of one that failed, or was ended with all it had started, what to say of it. `enough`:
+    asked every LOOKS_S; true ends the command with all it has started, and is no failure.
+    """
     # Files: a pipe would be waited for as long as anything the command left behind holds it.
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
@@ -200,7 +212,7 @@ def finish(command: Sequence[str], limit_s: float, environment: Mapping[str, str
             start_new_session=True,
         )  # fmt: skip
         try:
-            problem: dict = {"exit_code": code} if (code := process.wait(limit_s)) else {}
+            problem: dict = {"exit_code": code} if (code := wait(process, limit_s, enough)) else {}
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -209,6 +221,23 @@ def finish(command: Sequence[str], limit_s: float, environment: Mapping[str, str
         errors.seek(0)
         printed = output.read()
         return {**problem, "output": (printed + errors.read())[-2000:]} if problem else printed
+
+
+def wait(process: subprocess.Popen[bytes], limit_s: float, enough: Callable[[], bool] | None) -> int:
+    """The exit code, 0 of one that is ended because of `enough`. Raises subprocess.TimeoutExpired."""
+    if enough is None:
+        return process.wait(limit_s)
+    until_s = time.monotonic() + limit_s
+    while True:
+        try:
+            return process.wait(LOOKS_S)
+        except subprocess.TimeoutExpired:
+            if enough():
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                return 0
+            if time.monotonic() > until_s:
+                raise
 
 
 def utilisation(result: dict) -> float | None:

@@ -39,15 +39,15 @@ SMALL_WARM_STEPS, SMALL_NUM_TRAIN = 40, 2_000
 """--small: right in form, seldom in value; for tests of everything but learning."""
 
 
-def make_tokenizer(folder: Path) -> None:
-    """Character level, padded to 64 entries; the chat template is the plain content. Byte-level, as the tokenizer of
-    the model's family is, which transformers loads it as.
+def make_tokenizer(folder: Path, vocabulary: int = VOCABULARY) -> None:
+    """Character level, padded to so many entries; the chat template is the plain content. Byte-level, as the tokenizer
+    of the model's family is, which transformers loads it as.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     names = [*SPECIAL, *ALPHABET, *WHITE]
-    names += [f"<unused{i}>" for i in range(VOCABULARY - len(names))]
+    names += [f"<unused{i}>" for i in range(vocabulary - len(names))]
     tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, [], unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
