@@ -103,8 +103,9 @@ def are_numbers(network: Sequence[DistributedDataParallel]) -> bool:
     """
     # By these names Megatron hides two of torch's.
     buffers = [b for part in network for b in part.buffers + part.expert_parallel_buffers]  # pyright: ignore[reportOperatorIssue]
-    largest = torch.stack([torch.linalg.vector_norm(buffer.grad_data, float("inf")) for buffer in buffers])
-    found = (~torch.isfinite(largest)).any().float()
+    found = torch.zeros((), device=next(network[0].parameters()).device)  # of a stage that trains nothing
+    for buffer in buffers:
+        found += ~torch.isfinite(torch.linalg.vector_norm(buffer.grad_data, float("inf")))
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return not found.item()
 
