@@ -10,6 +10,7 @@ Shape letters: T tokens of a row, P patches, C values of a patch.
 from __future__ import annotations
 
 import base64
+import errno
 import io
 import json
 from collections.abc import Iterator, Sequence
@@ -102,8 +103,15 @@ def _file(source: object, key: str, folder: Path) -> bytes:
     if source.startswith(("http://", "https://")):
         raise ValueError(f"{key}: {source:.80}: a run depends on no server; download it and write its path")
     path = folder / source.removeprefix("file://")
-    if not path.is_file():  # another OSError may pass: files are read again then
-        raise ValueError(f"{key}: there is no file {path}; a relative path begins at the data file's folder")
+    try:
+        is_there = path.is_file()
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:  # others may pass: files are read again then
+            raise
+        is_there = False
+    if not is_there:
+        remedy = "a relative path begins at the data file's folder; of base64 write data:image/...;base64,..."
+        raise ValueError(f"{key}: there is no file {str(path):.300}; {remedy}")
     return path.read_bytes()
 
 
@@ -154,6 +162,7 @@ class ImageReader:
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
         self._open, self._broken = PIL.Image.open, PIL.UnidentifiedImageError
+        self._bomb = PIL.Image.DecompressionBombError
         self._processor, self._resized = Qwen2VLImageProcessorPil.from_pretrained(folder), smart_resize
 
     def image(self, data: bytes) -> Image:
@@ -177,6 +186,8 @@ class ImageReader:
             if picture.width * picture.height > _MOST_PIXELS:
                 raise ValueError(f"an image of {picture.width} x {picture.height} pixels; make it smaller")
             return picture.convert("RGB")
+        except self._bomb as error:  # Pillow's own limit, at which it opens nothing
+            raise ValueError(f"an image that is too large: {error}; make it smaller") from error
         except (self._broken, OSError) as error:
             raise ValueError(f"{len(data)} bytes are no image that Pillow reads: {error}") from error
 
