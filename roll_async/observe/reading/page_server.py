@@ -26,7 +26,7 @@ _POLICY = (
 
 
 def columns(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float | None]]:
-    """Metrics by key, one value a row; 5 digits are more than a chart shows, but whole numbers, as steps, stay whole."""
+    """Metrics by key, one value a row; 5 digits are more than a chart shows; whole numbers stay whole."""
     keys = dict.fromkeys(key for row in rows for key in row)
     return {key: [_short(row.get(key)) for row in rows] for key in keys}
 

@@ -87,7 +87,7 @@ class RunReader:
 
     @property
     def config(self) -> dict[str, object]:
-        """Values of config.yaml by their full key; empty where there is none. Raises ValueError for one that is no YAML."""
+        """Values of config.yaml by their full key; empty where there is none. Raises ValueError for no YAML."""
         path = self.path / "config.yaml"
         try:
             return leaves(yaml.safe_load(path.read_text())) if path.is_file() else {}
