@@ -156,9 +156,7 @@ class RunFolder:
         return any(metrics.get("validation/version") == step for metrics in self.read_metrics())
 
     def append_metrics(self, metrics: Mapping[str, float]) -> None:
-        """One line per step, on disk when this returns. A line that a full disk or a power loss left without its end is
-        cut off first: glued to it, this one would be lost, too.
-        """
+        """One line per step, on disk when this returns. What an earlier write left without its end is cut off first."""
         path, named = self.path / "metrics.jsonl", {} if self.record is None else {"run_id": self.record.run_id}
         line = json.dumps({**{key: _rounded(value) for key, value in metrics.items()}, **named}) + "\n"
         with writing(path), open(path, "a+b") as file:

@@ -237,21 +237,15 @@ def _turns(said: object, role: str = "user") -> list:
 
 
 def _sample(record: dict, num_ids: int) -> GivenRow:
-    """What a run dumped, token by token. Raises ValueError for what is no list of tokens of the model, which has
-    `num_ids`, and for lengths that disagree.
-    """
+    """What a run dumped, token by token. Raises ValueError for ids of no token, and lengths that disagree."""
     prompt, response = record.get("prompt_token_ids", []), record["response_token_ids"]
     for name, ids in (("prompt_token_ids", prompt), ("response_token_ids", response)):
         wrong = [i for i in ids if type(i) is not int or not 0 <= i < num_ids] if isinstance(ids, list) else [ids]
         if wrong:
-            raise ValueError(
-                f"{name}: {wrong[0]!r:.60}; expected a list of ids of this model's tokens, 0 to {num_ids - 1}"
-            )
+            raise ValueError(f"{name}: {wrong[0]!r:.60}; expected a list of the model's ids, 0 to {num_ids - 1}")
     mask = record.get("loss_mask", [1] * len(response))
     if not isinstance(mask, list):
-        raise ValueError(
-            f"loss_mask: {mask!r:.60} is no list; write 0 or 1 for each response_token_id, or leave it out"
-        )
+        raise ValueError(f"loss_mask: {mask!r:.60} is no list; write 0 or 1 for each id, or leave it out")
     if len(mask) != len(response) or not any(mask):
         raise ValueError(f"loss_mask: {sum(map(bool, mask))} of {len(mask)} for {len(response)} response_token_ids")
     return GivenRow(array("i", [*prompt, *response]), bytes(len(prompt)) + bytes(map(bool, mask)))

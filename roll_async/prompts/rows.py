@@ -227,10 +227,8 @@ def _row(record: object, columns: Columns, where: str, folder: Path) -> Row:
     )
     texts = {columns.id: found.row_id, columns.tag: found.tag, columns.ground_truth: found.ground_truth, **found.extra}
     for name, text in texts.items():
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:  # half of a surrogate pair, which no file takes
-            raise ValueError(f"{name}: {error}; remove it") from error
+        if text.encode(errors="replace").decode() != text:
+            raise ValueError(f"{name}: half of a surrogate pair is in {text!r:.60}, which no file takes; remove it")
     return found
 
 
@@ -289,9 +287,7 @@ def _extra(record: dict, columns: Columns) -> dict[str, str]:
 
 
 def _text(value: object) -> str:
-    """Text as it is, everything else as JSON; of what Parquet has besides: dates and decimal numbers as they are
-    written, null for bytes.
-    """
+    """Texts, dates and decimal numbers as they are written, everything else as JSON, with null for bytes in it."""
     if isinstance(value, str | date | time | timedelta | Decimal):
         return str(value)
     if isinstance(value, bytes):

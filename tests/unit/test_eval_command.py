@@ -234,10 +234,7 @@ def test_the_key_comes_from_the_environment(server, evaluate, monkeypatch):
 def test_a_server_of_several_models_wants_a_name(server, evaluate):
     server.models = ["adder", "other"]
     code, _, err, _ = evaluate(server.url)
-    assert (
-        code == 2
-        and "which model? it serves adder, other; name one with --model (a teacher: teachers.NAME.model)" in err
-    )
+    assert code == 2 and "which model? it serves adder, other; name one with --model or teachers.NAME.model" in err
     assert evaluate(server.url, "--model", "other")[0] == 0 and {b["model"] for b in server.bodies} == {"other"}
     code, _, err, _ = evaluate(server.url, "--model", "third")
     assert code == 2 and "there is no model third" in err

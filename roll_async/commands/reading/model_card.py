@@ -148,7 +148,7 @@ def _front(folder: Path, run: RunReader, base: str | None, adapter: bool) -> Mod
         base_model=base,
         datasets=list(dict.fromkeys(data)) or None,
         library_name="peft" if adapter else "transformers",
-        pipeline_tag="image-text-to-text" if _sees(folder) else "text-generation",
+        pipeline_tag="image-text-to-text" if "vision_config" in _json(folder / "config.json") else "text-generation",
         tags=[str(tag) for tag in [*tags, "lora" if config.get("actor_train.model_args.lora_rank") else None] if tag],
         **more,
     )
@@ -210,7 +210,7 @@ def _use(folder: Path, run: RunReader, repo: str, revision: str | None, base: st
     where = f'"{repo}"' + (f', revision="{revision}"' if revision else "")
     at = f" --revision {shlex.quote(revision)}" if revision else ""
     chat = (folder / "chat_template.jinja").is_file() or "chat_template" in _json(folder / "tokenizer_config.json")
-    sees = _sees(folder)
+    sees = "vision_config" in _json(folder / "config.json")
     reader, reads = ("processor", "AutoProcessor") if sees else ("tokenizer", "AutoTokenizer")
     parts = '[{"type": "image", "path": "..."}, {"type": "text", "text": "..."}]' if sees else '"..."'
     asks = (
@@ -248,11 +248,6 @@ print({reader}.decode(output[0, inputs["input_ids"].shape[1]:], skip_special_tok
 {serve}
 ```
 """
-
-
-def _sees(folder: Path) -> bool:
-    """Whether the model reads images."""
-    return _json(folder / "config.json").get("vision_config") is not None
 
 
 def _repeat(run: RunReader, repo: str, revision: str | None) -> str:

@@ -162,9 +162,7 @@ class RunReader:
 
 
 def who_waits(metrics: Sequence[Mapping[str, float]], num_steps: int = 10) -> str:
-    """Of the last steps: for which share of them the trainer had no work, and why; and the engines. Empty for a run
-    that has no engines.
-    """
+    """Of the last steps: for which share of them the trainer had no work, and why; and the engines, if it has any."""
     newest = metrics[-num_steps:]
     if not newest:
         return "no step is trained yet"

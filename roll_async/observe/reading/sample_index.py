@@ -105,10 +105,8 @@ class SampleIndex:
             return self._refresh()
 
     def _do_without(self, error: sqlite3.DatabaseError) -> None:
-        """Index in memory. The file is removed where it is damaged; an OperationalError is of one that another process
-        holds, or that cannot be written.
-        """
-        if not isinstance(error, sqlite3.OperationalError):
+        """Index in memory. The file is removed where it is damaged."""
+        if not isinstance(error, sqlite3.OperationalError):  # that of one which is locked, or cannot be written
             with suppress(OSError):
                 self._index.unlink(missing_ok=True)
         self._open(":memory:")
