@@ -44,10 +44,11 @@ def _is_run(path: Path) -> bool:
 
 
 def _row(path: Path) -> tuple[str, ...]:
-    metrics = RunFolder(str(path.parent), path.name).read_metrics()
-    steps, reward = (str(int(metrics[-1]["step"])), metrics[-1].get("reward/mean")) if metrics else ("0", None)
-    shown = "-" if reward is None else f"{reward:.3f}"
+    steps, shown = "?", "-"
     try:
+        metrics = RunFolder(str(path.parent), path.name).read_metrics()
+        steps, reward = (str(int(metrics[-1]["step"])), metrics[-1].get("reward/mean")) if metrics else ("0", None)
+        shown = "-" if reward is None else f"{reward:.3f}"
         record = read_record(path)
     except ValueError as error:
         return (path.name, "?", "-", steps, shown, str(error))

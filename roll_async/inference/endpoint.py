@@ -105,7 +105,7 @@ class ChatEndpoint:
         if not self.model:
             if len(served) != 1:
                 there = f"it serves {', '.join(served)}" if served else f"/models answers {status}"
-                raise ValueError(f"{options.url}: which model? {there}; name one with --model")
+                raise ValueError(f"{options.url}: which model? {there}; name one with --model or teachers.NAME.model")
             self.model = served[0]
         elif served and self.model not in served:
             raise ValueError(f"{options.url}: there is no model {self.model}; it serves {', '.join(served)}")

@@ -23,7 +23,7 @@ from roll_async.launch.rollout import data_options, held_out_of
 from roll_async.observe.thoughts import marks_of
 from roll_async.pipelines.validation import HeldOut, Validation, held_out_sets
 from roll_async.prompts.end_marks import EndMarks
-from roll_async.prompts.rows import BadRows, read_rows
+from roll_async.prompts.rows import BadRows, content_digest, final_number, read_rows
 from roll_async.prompts.tokenizer import batch_decoder, load_tokenizer
 from roll_async.prompts.turns import Turn
 from roll_async.rewards.serving.router import RewardRouter
@@ -122,16 +122,19 @@ class EndpointRunner:
     ) -> None:
         self._endpoint, self._router, self._tokenizer = endpoint, router, tokenizer
         self._chats: dict[tuple[str, str], tuple[Sequence[Turn], Mapping[str, object]]] = {}
+        """By row and its content, of which a maths rule has the final number alone: ids need not differ."""
         assert config.validation is not None
         for key, data in config.validation.data.values():
             options = data_options(config, data)
             for row in read_rows(options.files, options.columns, BadRows()):
                 if row.images:
                     raise ValueError(f"{row.where}: an image, and an address is asked in text; measure a model folder")
-                _, variables = self._chats.setdefault((row.row_id, row.text), (row.messages, data.template_kwargs))
-                if variables != data.template_kwargs:
-                    message = f"row {row.row_id} is in another set with others, and an address is asked in one way"
-                    raise ValueError(f"{key}.template_kwargs: {message}; measure the sets one by one")
+                for truth in {row.ground_truth, final_number(row.ground_truth)}:
+                    content = row.row_id, content_digest(row.messages, truth, row.extra)
+                    _, variables = self._chats.setdefault(content, (row.messages, data.template_kwargs))
+                    if variables != data.template_kwargs:
+                        message = f"row {row.row_id} is in another set with others, and an address is asked in one way"
+                        raise ValueError(f"{key}.template_kwargs: {message}; measure the sets one by one")
 
     async def run(self, request: TrajectoryRequest) -> Trajectory | Ended:
         """One scored answer; what the server refuses and what has no score gives none. Raises ConnectionError when the
@@ -140,7 +143,7 @@ class EndpointRunner:
         loop, prompt, sampling = asyncio.get_running_loop(), request.prompt, request.sampling
         assert sampling is not None, "a validation says how it samples"
         began_s, row = loop.time(), f"row {prompt.row_id}"
-        messages, variables = self._chats[prompt.row_id, prompt.text]
+        messages, variables = self._chats[prompt.row_id, prompt.content]
         try:
             text, finish = await self._endpoint.chat(messages, sampling, variables)
         except Refused as error:

@@ -147,6 +147,8 @@ class Screen:
         parts = [(f"{name} {found[key]:.3f}", "magenta") for name, key in zip(names, keys, strict=True)]
         if "validation/samples" in found:
             parts.append((f"{found['validation/samples']:.0f} samples", ""))
+        if not parts:  # of sft and dpo, whose line of the step has it
+            return
         self._say([(f"validation of step {found.get('validation/version', 0):.0f}", "bold magenta"), *parts])
 
     def samples(self, step: int, picked: Sequence[Row]) -> None:

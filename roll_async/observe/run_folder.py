@@ -145,7 +145,7 @@ class RunFolder:
         """Remove the lines of later steps."""
         path = self.path / "metrics.jsonl"
         if path.is_file():
-            kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= last_step]
+            kept = [json.dumps(record) for record in _records(path) if record["step"] <= last_step]
             partial = path.with_suffix(".partial")
             with writing(path):
                 partial.write_text("".join(line + "\n" for line in kept))
@@ -156,17 +156,23 @@ class RunFolder:
         return any(metrics.get("validation/version") == step for metrics in self.read_metrics())
 
     def append_metrics(self, metrics: Mapping[str, float]) -> None:
-        """One line per step, on disk when this returns."""
+        """One line per step, on disk when this returns. What an earlier write left without its end is cut off first."""
         path, named = self.path / "metrics.jsonl", {} if self.record is None else {"run_id": self.record.run_id}
-        with writing(path), open(path, "a") as file:
-            file.write(json.dumps({**{key: _rounded(value) for key, value in metrics.items()}, **named}) + "\n")
+        line = json.dumps({**{key: _rounded(value) for key, value in metrics.items()}, **named}) + "\n"
+        with writing(path), open(path, "a+b") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                if file.read() != b"\n":
+                    file.seek(0)
+                    file.truncate(file.read().rfind(b"\n") + 1)
+            file.write(line.encode())
 
     def read_metrics(self) -> list[dict[str, float]]:
         """The metrics of all steps, without the id of the run. An incomplete last line, left by a killed run, is
-        ignored.
+        ignored. Raises ValueError, one line, for another one that is damaged.
         """
         path = self.path / "metrics.jsonl"
-        records = [json.loads(line) for line in _whole_lines(path)] if path.is_file() else []
+        records = _records(path) if path.is_file() else []
         for record in records:
             record.pop("run_id", None)
         return records
@@ -202,9 +208,15 @@ def _keep_off_the_screen(files: Sequence[logging.Handler]) -> None:
     others.handlers[:] = [handler for handler in others.handlers if not isinstance(handler, _LogFile)] + list(files)
 
 
-def _whole_lines(path: Path) -> list[str]:
-    whole, _, _ = path.read_text().rpartition("\n")
-    return whole.splitlines()
+def _records(path: Path) -> list[dict[str, float]]:
+    whole, _, _ = path.read_text(errors="replace").rpartition("\n")
+    records = []
+    for number, line in enumerate(whole.splitlines(), 1):
+        try:
+            records.append(json.loads(line))
+        except ValueError as error:
+            raise ValueError(f"{path}:{number} is damaged ({error}); remove that line") from error
+    return records
 
 
 class _LogFile(logging.FileHandler):

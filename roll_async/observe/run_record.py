@@ -70,7 +70,8 @@ def read_record(folder: Path) -> RunRecord | None:
     try:
         values = json.loads(path.read_text())
         values |= {name: tuple(values[name]) for name in ("command", "places")}
-        return RunRecord(**values)
+        # A newer version may say more.
+        return RunRecord(**{name: value for name, value in values.items() if name in RunRecord.__dataclass_fields__})
     except (TypeError, KeyError, ValueError) as error:
         raise ValueError(f"{path} is damaged ({error}); restore it, or move the folder away") from error
 

@@ -88,7 +88,8 @@ class SampleDump:
             partial = target.with_suffix(".partial")
             with writing(target):
                 text = "".join(line + "\n" for line, row in zip(lines, rows, strict=True) if row["group_id"] in kept)
-                partial.write_text(text, encoding="utf-8")
+                # What has no UTF-8, half of a surrogate pair, becomes an escape, which JSON reads.
+                partial.write_text(text, encoding="utf-8", errors="backslashreplace")
                 partial.replace(target)
         if self._show is not None:
             self._show(step, shown)

@@ -10,6 +10,7 @@ Everything is tokenised before anything starts: a row that cannot be trained on 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from array import array
 from collections import Counter
@@ -92,7 +93,7 @@ def load_given(options: GivenOptions) -> list[GivenRow]:
         try:
             if not isinstance(record, dict):
                 raise ValueError(f"a row must be an object, got {type(record).__name__}")
-            if options.min_score is not None and _score(record) < options.min_score:
+            if options.min_score is not None and not _score(record) >= options.min_score:  # NaN is below, too
                 left_out[f"below min_score {options.min_score:g}"] += 1
                 continue
             rows = encoder.pair(record, folder) if options.pairs else encoder.rows(record, folder)
@@ -158,6 +159,9 @@ class _Encoder:
         self._end = EndMarks.of(tokenizer, options.template).own
         tokenizer = told(tokenizer, options.template, options.template_time, options.template_kwargs)
         self._options = options
+        file = Path(options.tokenizer_folder, "config.json")
+        config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        self._num_ids = (config.get("text_config") or config).get("vocab_size") or len(tokenizer)
         try:
             self._image_token = image_reader(options.tokenizer_folder).token_id
         except ValueError:  # of a model that reads text alone
@@ -170,16 +174,20 @@ class _Encoder:
     def rows(self, record: dict, folder: Path) -> list[GivenRow]:
         """Of a chat or a sample."""
         if "response_token_ids" in record:
+            row = _sample(record, self._num_ids)
             if self._image_token in record.get("prompt_token_ids", []):
                 raise ValueError("prompt_token_ids: an image stands there, which a dump does not hold; use `messages`")
-            return [_sample(record)]
-        answer = record.get("completion", record.get("response"))
+            return [row]
+        answer = record.get("response") if record.get("completion") is None else record["completion"]
         turns = self._prompt(record) if answer is not None else _turns(record.get(self._options.messages))
         chat = taken_out([*turns, *_turns(answer or [], "assistant")], record.get("images"), folder)
         return self._encoded(*chat, last=self._options.last_turn)
 
     def pair(self, record: dict, folder: Path) -> list[GivenRow]:
         """The chosen and the rejected answer of a prompt."""
+        if record.get(self._options.prompt) is None and record.get(self._options.messages) is None:
+            form = "a pair is {prompt, chosen, rejected}; write in prompt what both chats begin with, and leave it out "
+            raise ValueError(f"{self._options.prompt}: missing; {form}of chosen and rejected")
         prompt = self._prompt(record)
         found = []
         for name in ("chosen", "rejected"):
@@ -228,10 +236,16 @@ def _turns(said: object, role: str = "user") -> list:
     return said
 
 
-def _sample(record: dict) -> GivenRow:
-    """What a run dumped, token by token. Raises ValueError for lengths that disagree."""
+def _sample(record: dict, num_ids: int) -> GivenRow:
+    """What a run dumped, token by token. Raises ValueError for ids of no token, and lengths that disagree."""
     prompt, response = record.get("prompt_token_ids", []), record["response_token_ids"]
+    for name, ids in (("prompt_token_ids", prompt), ("response_token_ids", response)):
+        wrong = [i for i in ids if type(i) is not int or not 0 <= i < num_ids] if isinstance(ids, list) else [ids]
+        if wrong:
+            raise ValueError(f"{name}: {wrong[0]!r:.60}; expected a list of the model's ids, 0 to {num_ids - 1}")
     mask = record.get("loss_mask", [1] * len(response))
+    if not isinstance(mask, list):
+        raise ValueError(f"loss_mask: {mask!r:.60} is no list; write 0 or 1 for each id, or leave it out")
     if len(mask) != len(response) or not any(mask):
         raise ValueError(f"loss_mask: {sum(map(bool, mask))} of {len(mask)} for {len(response)} response_token_ids")
     return GivenRow(array("i", [*prompt, *response]), bytes(len(prompt)) + bytes(map(bool, mask)))

@@ -102,8 +102,10 @@ def _file(source: object, key: str, folder: Path) -> bytes:
     if source.startswith(("http://", "https://")):
         raise ValueError(f"{key}: {source:.80}: a run depends on no server; download it and write its path")
     path = folder / source.removeprefix("file://")
-    if not path.is_file():  # another OSError may pass: files are read again then
-        raise ValueError(f"{key}: there is no file {path}; a relative path begins at the data file's folder")
+    no_name = len(str(path)) > 4095 or max(map(len, path.parts), default=0) > 255  # as of base64
+    if no_name or not path.is_file():  # another OSError may pass: files are read again then
+        remedy = "a relative path begins at the data file's folder; of base64 write data:image/...;base64,..."
+        raise ValueError(f"{key}: there is no file {str(path):.300}; {remedy}")
     return path.read_bytes()
 
 
@@ -153,7 +155,7 @@ class ImageReader:
         from transformers import Qwen2VLImageProcessorPil
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-        self._open, self._broken = PIL.Image.open, PIL.UnidentifiedImageError
+        self._open, self._broken = PIL.Image.open, (PIL.UnidentifiedImageError, PIL.Image.DecompressionBombError)
         self._processor, self._resized = Qwen2VLImageProcessorPil.from_pretrained(folder), smart_resize
 
     def image(self, data: bytes) -> Image:
@@ -177,7 +179,7 @@ class ImageReader:
             if picture.width * picture.height > _MOST_PIXELS:
                 raise ValueError(f"an image of {picture.width} x {picture.height} pixels; make it smaller")
             return picture.convert("RGB")
-        except (self._broken, OSError) as error:
+        except (*self._broken, OSError) as error:
             raise ValueError(f"{len(data)} bytes are no image that Pillow reads: {error}") from error
 
 

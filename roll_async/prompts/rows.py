@@ -10,6 +10,8 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date, time, timedelta
+from decimal import Decimal
 from pathlib import Path
 
 from roll_async.prompts.images import taken_out
@@ -163,8 +165,8 @@ def _json_lines(path: Path, bad: BadRows) -> Iterator[tuple[str, object]]:
                 if line.strip():
                     try:
                         yield f"{path}:{number}", json.loads(line)
-                    except json.JSONDecodeError as error:
-                        bad.add(f"{path}:{number}: not JSON: {error.msg}")
+                    except (ValueError, RecursionError) as error:  # of a number of too many digits a plain ValueError
+                        bad.add(f"{path}:{number}: not JSON: {getattr(error, 'msg', error)}")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from error
 
@@ -179,6 +181,10 @@ def _json_file(path: Path, bad: BadRows) -> Iterator[tuple[str, object]]:
             yield from _json_lines(path, bad)
             return
         raise ValueError(f"{path}:{error.lineno}: not JSON: {error.msg}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not JSON: {error}") from error
+    if isinstance(rows, dict):  # one object in one line
+        rows = [rows]
     if not isinstance(rows, list):
         raise ValueError(f"{path}: expected a list of rows, got {type(rows).__name__}")
     for number, row in enumerate(rows, 1):
@@ -209,7 +215,7 @@ def _row(record: object, columns: Columns, where: str, folder: Path) -> Row:
     source, tag = record.get("data_source"), record.get(columns.tag)
     style = _nested(record, "reward_model", "style")
     messages, images = _messages(record, columns, folder)
-    return Row(
+    found = Row(
         where=where,
         row_id=_row_id(record, columns, where),
         tag=str(source or "") if tag is None else str(tag),
@@ -219,6 +225,11 @@ def _row(record: object, columns: Columns, where: str, folder: Path) -> Row:
         ground_truth=_ground_truth(record, columns),
         extra=_extra(record, columns),
     )
+    texts = {columns.id: found.row_id, columns.tag: found.tag, columns.ground_truth: found.ground_truth, **found.extra}
+    for name, text in texts.items():
+        if text.encode(errors="replace").decode() != text:
+            raise ValueError(f"{name}: half of a surrogate pair is in {text!r:.60}, which no file takes; remove it")
+    return found
 
 
 def _row_id(record: dict, columns: Columns, where: str) -> str:
@@ -271,13 +282,17 @@ def _extra(record: dict, columns: Columns) -> dict[str, str]:
     used = {columns.id, columns.tag, columns.ground_truth, columns.messages, columns.prompt, "prompt", "reward_model"}
     if isinstance(record.get(_IMAGES), list):
         used.add(_IMAGES)
-    return {name: _text(value) for name, value in record.items() if name not in used and value is not None}
+    there = {name: value for name, value in record.items() if name not in used and value is not None}
+    return {name: _text(value) for name, value in there.items() if not isinstance(value, bytes)}
 
 
 def _text(value: object) -> str:
-    if isinstance(value, str):
-        return value
-    return json.dumps(value, ensure_ascii=False)
+    """Texts, dates and decimal numbers as they are written, everything else as JSON, with null for bytes in it."""
+    if isinstance(value, str | date | time | timedelta | Decimal):
+        return str(value)
+    if isinstance(value, bytes):
+        raise TypeError("bytes, and a reward reads text; write it as a string")
+    return json.dumps(value, ensure_ascii=False, default=lambda v: None if isinstance(v, bytes) else str(v))
 
 
 def _nested(record: dict, outer: str, inner: str) -> object:

@@ -76,8 +76,8 @@ def _turn(turn: Mapping[str, object], key: str) -> Turn:
         if value not in ("", [], {}):  # a template may read names of its own; JSON is all that it could be given
             found[name] = _string(value, f"{key}.{name}") if name in ("name", "tool_call_id") else value
     try:
-        json.dumps(found)
-    except TypeError as error:
+        json.dumps(found, ensure_ascii=False).encode()
+    except (TypeError, UnicodeEncodeError) as error:  # half of a surrogate pair is no text for a tokenizer or a file
         raise ValueError(f"{key}: {error}; remove it, or write it as text") from error
     return found
 

@@ -141,6 +141,21 @@ def test_an_address_is_told_the_variables_of_the_template_and_asked_for_a_row_in
     assert code == 2 and "sets.more.data_args.template_kwargs: row row-0 is in another set with others" in err
 
 
+def test_rows_of_one_id_and_one_question_are_asked_with_their_own_chats(server, evaluate, tmp_path):
+    said = [
+        {
+            "id": 1,
+            "messages": [{"role": "system", "content": how}, {"role": "user", "content": "1+2="}],
+            "ground_truth": 3,
+        }
+        for how in ("calm", "loud")
+    ]
+    (tmp_path / "same.jsonl").write_text("".join(json.dumps(row) + "\n" for row in said))
+    code, _, err, _ = evaluate(server.url, f"validation.data_args.file_name={tmp_path}/same.jsonl")
+    assert code == 0, err
+    assert sorted(body["messages"][0]["content"] for body in server.bodies) == ["calm", "loud"]
+
+
 @pytest.mark.slow
 def test_an_address_is_measured_set_by_set_as_plain_lines_with_json_and_samples(server, evaluate):
     code, out, err, output = evaluate(server.url, SAMPLED)
@@ -219,7 +234,7 @@ def test_the_key_comes_from_the_environment(server, evaluate, monkeypatch):
 def test_a_server_of_several_models_wants_a_name(server, evaluate):
     server.models = ["adder", "other"]
     code, _, err, _ = evaluate(server.url)
-    assert code == 2 and "which model? it serves adder, other; name one with --model" in err
+    assert code == 2 and "which model? it serves adder, other; name one with --model or teachers.NAME.model" in err
     assert evaluate(server.url, "--model", "other")[0] == 0 and {b["model"] for b in server.bodies} == {"other"}
     code, _, err, _ = evaluate(server.url, "--model", "third")
     assert code == 2 and "there is no model third" in err

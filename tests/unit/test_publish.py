@@ -262,6 +262,17 @@ def test_the_card_says_how_the_model_was_made_and_nothing_of_the_machine(run, tm
     assert files["LICENSE"] == b"of the base" and files["reward.png"][:4] == b"\x89PNG"
 
 
+def test_the_card_of_a_model_that_reads_images_names_its_own_classes(run, tmp_path):
+    (run / "hf/config.json").write_text(json.dumps({"model_type": "qwen2_5_vl", "vision_config": {"depth": 1}}))
+    assert publish(run, "--output", tmp_path / "dry") == 0
+    card = ModelCard.load(tmp_path / "dry/README.md")
+    assert card.data.pipeline_tag == "image-text-to-text"
+    code = card.text.partition("```python\n")[2].partition("```")[0]
+    compile(code, "card", "exec")
+    assert "import AutoModelForImageTextToText, AutoProcessor\n" in code and '{"type": "image", "path": "..."}' in code
+    assert "tokenizer" not in code and "CausalLM" not in code
+
+
 @pytest.mark.slow
 def test_a_text_cannot_end_its_block(run, tmp_path):
     path = run / "samples/step_00000020.jsonl"

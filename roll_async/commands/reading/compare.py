@@ -12,7 +12,8 @@ from roll_async.observe.reading.run_reader import RunReader, config_differences
 
 _KEYS = (
     "reward/mean", "validation/accuracy", "response/length_mean", "throughput/tokens_per_s", "time/step_s",
-    "staleness/mean", "idle/trainer", "idle/engines", "correction/ess", "trainer/grad_norm",
+    "staleness/mean", "idle/trainer", "idle/engines", "correction/ess", "trainer/grad_norm", "trainer/loss",
+    "validation/loss", "rewards/accuracies",
 )  # fmt: skip
 
 

@@ -148,7 +148,7 @@ def _front(folder: Path, run: RunReader, base: str | None, adapter: bool) -> Mod
         base_model=base,
         datasets=list(dict.fromkeys(data)) or None,
         library_name="peft" if adapter else "transformers",
-        pipeline_tag="text-generation",
+        pipeline_tag="image-text-to-text" if "vision_config" in _json(folder / "config.json") else "text-generation",
         tags=[str(tag) for tag in [*tags, "lora" if config.get("actor_train.model_args.lora_rank") else None] if tag],
         **more,
     )
@@ -210,16 +210,19 @@ def _use(folder: Path, run: RunReader, repo: str, revision: str | None, base: st
     where = f'"{repo}"' + (f', revision="{revision}"' if revision else "")
     at = f" --revision {shlex.quote(revision)}" if revision else ""
     chat = (folder / "chat_template.jinja").is_file() or "chat_template" in _json(folder / "tokenizer_config.json")
+    sees = "vision_config" in _json(folder / "config.json")
+    reader, reads = ("processor", "AutoProcessor") if sees else ("tokenizer", "AutoTokenizer")
+    parts = '[{"type": "image", "path": "..."}, {"type": "text", "text": "..."}]' if sees else '"..."'
     asks = (
-        'inputs = tokenizer.apply_chat_template(\n    [{"role": "user", "content": "..."}],\n'
-        '    add_generation_prompt=True, return_tensors="pt", return_dict=True,\n)'
-        if chat
+        f'inputs = {reader}.apply_chat_template(\n    [{{"role": "user", "content": {parts}}}],\n    '
+        f'add_generation_prompt=True, {"tokenize=True, " if sees else ""}return_tensors="pt", return_dict=True,\n)'
+        if chat or sees
         else 'inputs = tokenizer("...", return_tensors="pt")'
     )
-    kind = "AutoPeftModelForCausalLM" if base else "AutoModelForCausalLM"
+    kind = "AutoModelForImageTextToText" if sees else "AutoPeftModelForCausalLM" if base else "AutoModelForCausalLM"
     imports = f"from peft import {kind}\nfrom transformers import AutoTokenizer"
-    if not base:
-        imports = f"from transformers import {kind}, AutoTokenizer"
+    if sees or not base:
+        imports = f"from transformers import {kind}, {reads}"
     tokens = run.config.get("response_length") or 512
     of_tokenizer = f'"{base}"' if base and not (folder / "tokenizer_config.json").is_file() else where
     name, rank = repo.rpartition("/")[2], int(str(_json(folder / "adapter_config.json").get("r", 0)))
@@ -234,11 +237,11 @@ def _use(folder: Path, run: RunReader, repo: str, revision: str | None, base: st
 ```python
 {imports}
 
-tokenizer = AutoTokenizer.from_pretrained({of_tokenizer})
+{reader} = {reads}.from_pretrained({of_tokenizer})
 model = {kind}.from_pretrained({where}, dtype="auto")
 {asks}
 output = model.generate(**inputs, max_new_tokens={tokens})
-print(tokenizer.decode(output[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))
+print({reader}.decode(output[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))
 ```
 
 ```bash

@@ -13,7 +13,7 @@ from roll_async.observe.reading.run_reader import RunReader, visible
 @click.command(context_settings=HELP)
 @click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
 def command(run: Path) -> int:
-    """State, step, reward, who waits for whom, the last error, and how the run in a folder is continued.
+    """State, step, reward or loss, who waits for whom, the last error, and how the run in a folder is continued.
 
     \b
     Example:
@@ -26,14 +26,15 @@ def command(run: Path) -> int:
         about, error = reader.about(), reader.last_error()
     except (ValueError, OSError) as wrong:
         return bad_usage("status", wrong)
-    reward = about["reward"]
+    name = "reward" if about["reward"] is not None or about["loss"] is None else "loss"
+    value = about[name]
     reason = f": {about['reason']}" if about["reason"] else ""
     rows = [
         ("run", f"{about['name']} ({about['id']}), first started {about['started']} UTC"),
         ("state", f"{about['state']}{reason}"),
         ("step", f"{about['step']} of {about['max_steps']}"),
-        ("reward", "-" if reward is None else f"{reward:.3f}"),
-        ("waits", str(about["waits"])),
+        (name, "-" if value is None else f"{value:.3f}"),
+        *([("waits", str(about["waits"]))] if about["waits"] else []),
         *([("last error", error)] if error else []),
         *[("advice", f"{found['title']}. {found['advice']}") for found in about["advisories"]],  # type: ignore[attr-defined]
         *([("continue with", str(about["continue"]))] if about["continue"] else []),

@@ -26,9 +26,13 @@ _POLICY = (
 
 
 def columns(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float | None]]:
-    """Metrics by key, one value a row; 5 digits are more than a chart shows."""
+    """Metrics by key, one value a row; 5 digits are more than a chart shows; whole numbers stay whole."""
     keys = dict.fromkeys(key for row in rows for key in row)
-    return {key: [None if key not in row else float(f"{row[key]:.5g}") for row in rows] for key in keys}
+    return {key: [_short(row.get(key)) for row in rows] for key in keys}
+
+
+def _short(value: float | None) -> float | None:
+    return value if value is None or value % 1 == 0 else float(f"{value:.5g}")
 
 
 class PageServer:

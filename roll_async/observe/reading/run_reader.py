@@ -5,6 +5,7 @@ of its samples, and everything may be read again while the run goes on.
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -58,6 +59,7 @@ class RunReader:
 
     def __init__(self, path: Path) -> None:
         """Raises ValueError for a folder that is none of a run."""
+        path = Path(os.path.abspath(path))  # `.` and `..` have no name of their own
         if not any((path / name).is_file() for name in ("run.json", "metrics.jsonl")):
             what = "has neither run.json nor metrics.jsonl" if path.is_dir() else "is no folder"
             raise ValueError(f"{path} {what}: give the folder of a run; `roll-async runs {path.parent}` lists them")
@@ -85,9 +87,12 @@ class RunReader:
 
     @property
     def config(self) -> dict[str, object]:
-        """Values of config.yaml by their full key; empty where there is none."""
+        """Values of config.yaml by their full key; empty where there is none. Raises ValueError for no YAML."""
         path = self.path / "config.yaml"
-        return leaves(yaml.safe_load(path.read_text())) if path.is_file() else {}
+        try:
+            return leaves(yaml.safe_load(path.read_text())) if path.is_file() else {}
+        except yaml.YAMLError as error:
+            raise ValueError(f"{path} is no YAML ({' '.join(str(error).split())}); repair it or remove it") from error
 
     @property
     def samples(self) -> SampleIndex:
@@ -134,6 +139,7 @@ class RunReader:
             "step": int(last.get("step", 0)),
             "max_steps": config.get("max_steps", "-"),
             "reward": last.get("reward/mean"),
+            "loss": last.get("trainer/loss"),
             "waits": who_waits(metrics),
             "continue": "" if record is None or state in ("running", "finished") else _again(record.command),
             "advisories": advisories(metrics, config),
@@ -156,10 +162,12 @@ class RunReader:
 
 
 def who_waits(metrics: Sequence[Mapping[str, float]], num_steps: int = 10) -> str:
-    """Of the last steps: for which share of them the trainer had no work, and why; and the engines."""
+    """Of the last steps: for which share of them the trainer had no work, and why; and the engines, if it has any."""
     newest = metrics[-num_steps:]
     if not newest:
         return "no step is trained yet"
+    if not any(key.startswith("idle/") for row in newest for key in row):
+        return ""
 
     def mean(key: str) -> float:
         return sum(row.get(key, 0.0) for row in newest) / len(newest)

@@ -35,7 +35,7 @@ _ORDERS = {
     "newest": "step desc, group_id, id",
     "oldest": "step, group_id, id",
     "best": "score desc, step desc, id",
-    "worst": "score, step desc, id",
+    "worst": "score is null, score, step desc, id",
     "longest": "tokens desc, id",
 }
 
@@ -80,13 +80,11 @@ class SampleIndex:
     """The samples in `step_*.jsonl` of a folder. Used by one thread at a time."""
 
     def __init__(self, folder: Path, index: Path) -> None:
-        self._folder = folder
+        self._folder, self._index = folder, index
         try:
             self._open(str(index))
-        except sqlite3.DatabaseError:  # damaged, of another process, or in a folder that cannot be written
-            with suppress(OSError):
-                index.unlink(missing_ok=True)
-            self._open(":memory:")
+        except sqlite3.DatabaseError as error:
+            self._do_without(error)
 
     def _open(self, path: str) -> None:
         self._table = sqlite3.connect(path, check_same_thread=False)
@@ -99,6 +97,21 @@ class SampleIndex:
 
     def refresh(self) -> int:
         """Read the files that are new or have changed, and forget those that are gone; how many were read."""
+        try:
+            return self._refresh()
+        except sqlite3.DatabaseError as error:
+            self._table.close()
+            self._do_without(error)
+            return self._refresh()
+
+    def _do_without(self, error: sqlite3.DatabaseError) -> None:
+        """Index in memory. The file is removed where it is damaged."""
+        if not isinstance(error, sqlite3.OperationalError):  # that of one which is locked, or cannot be written
+            with suppress(OSError):
+                self._index.unlink(missing_ok=True)
+        self._open(":memory:")
+
+    def _refresh(self) -> int:
         known = dict(self._table.execute("select name, stamp from files").fetchall())
         there = {path.name: path for path in self._folder.glob("step_*.jsonl")}
         num_read = 0

@@ -16,7 +16,7 @@ from roll_async.checkpoint.run_checkpoints import RunCheckpoints, checkpoints_in
 from roll_async.commands import runs
 from roll_async.config.api import load
 from roll_async.launch.run_start import checkpoints_of, go_back, how_to_continue, lock_run, open_run, restored_step
-from roll_async.observe.run_record import FolderLock, RunRecord, is_locked, read_record
+from roll_async.observe.run_record import FolderLock, RunRecord, is_locked, read_record, write_record
 
 
 def config_in(folder, *overrides, resume=None):
@@ -244,6 +244,8 @@ def test_runs_lists_every_run_with_its_state(tmp_path, capsys):
     third.update_record(state="failed", reason="RuntimeError: lost")
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "metrics.jsonl").write_text('{"step": 7, "reward/mean": 0.25}\n')
+    (tmp_path / "glued").mkdir()
+    (tmp_path / "glued" / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "rew{"step": 2}\n')
     with ExitStack() as held:
         lock_run(config_in(tmp_path, "exp_name=b"), held)
         third.update_record(state="running", reason="")
@@ -253,8 +255,10 @@ def test_runs_lists_every_run_with_its_state(tmp_path, capsys):
         ("a", second.record.run_id, "2", "0.200", "killed"),
         ("a.1", first.record.run_id, "4", "0.400", "finished"),
         ("b", third.record.run_id, "0", "-", "running"),
+        ("glued", "?", "?", "-", rows[3][-1]),
         ("old", "-", "7", "0.250", "-"),
     ]
+    assert "metrics.jsonl:2 is damaged (" in rows[3][-1]
     assert runs.command.main([str(tmp_path / "none")], standalone_mode=False) == 2
 
 
@@ -270,3 +274,11 @@ def test_a_record_that_cannot_be_read_is_one_line_with_a_remedy(tmp_path):
     (tmp_path / "run.json").write_text('{"run_id": "x"')
     with pytest.raises(ValueError, match="run.json is damaged .*restore it, or move the folder away"):
         read_record(tmp_path)
+
+
+def test_a_record_of_a_newer_version_is_read_without_what_it_adds(tmp_path):
+    write_record(tmp_path, RunRecord(run_id="3f9a61c2", command=("a", "b")))
+    known = read_record(tmp_path)
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"of_a_newer_version": 1}))
+    assert read_record(tmp_path) == known

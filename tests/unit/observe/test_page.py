@@ -62,6 +62,12 @@ def test_what_was_appended_is_sent_and_nothing_twice(tmp_path):
     asyncio.run(scenario())
 
 
+def test_numbers_have_five_digits_and_whole_ones_all_of_theirs():
+    rows = [{"step": 1_234_567, "tokens": 7_654_321.0, "reward": 0.123456789}, {"step": 1_234_568}]
+    found = {"step": [1_234_567, 1_234_568], "tokens": [7_654_321.0, None], "reward": [0.12346, None]}
+    assert page_server.columns(rows) == found
+
+
 def test_samples_are_pages_of_fifty_and_a_group_comes_whole(runs):
     async def scenario():
         async with served(*runs) as client:

@@ -116,6 +116,14 @@ def test_the_legend_comes_once_and_on_a_terminal_alone(monkeypatch, capsys):
     assert (ROOT / "docs_roll" / "glossary.md").is_file()
 
 
+def test_a_step_on_given_rows_has_its_validation_in_its_own_line(capsys):
+    measured = {"validation/loss": 0.5, "validation/version": 1.0, "validation/lag": 0.0}
+    speed = {"data/epoch": 0.1, "throughput/tokens_per_s": 9.0}
+    Screen(9).show({"step": 1, "time_s": 1.0, "trainer/loss": 0.25, **speed, **measured})
+    (said,) = capsys.readouterr().out.splitlines()
+    assert said.startswith("step 1/9  loss 0.2500  validation 0.5000")
+
+
 def test_the_prompt_whose_answers_differ_most_is_shown():
     rows = [row(0.5, group=1), row(0.5, group=1), row(0.0, group=2), row(1.0, group=2), row(None, group=3)]
     assert [found["score"] for found in best_and_worst(rows)] == [1.0, 0.0]

@@ -130,6 +130,14 @@ def test_each_folder_gets_its_number_of_groups_and_a_screen_the_rows_with_their_
     assert [row["group_id"] for row in sample_rows(groups, num_groups=2)] == [0, 0, 2, 2]
 
 
+def test_half_of_a_surrogate_pair_is_an_escape_in_a_dump(tmp_path, build):
+    dump = SampleDump({tmp_path: EVERY_GROUP}, lambda rows: ["\ud83d and \u00e9"] * len(rows))
+    dump.write(3, lambda num_groups: sample_rows([build.group()], num_groups=num_groups))
+    dump.close()
+    rows = [json.loads(line) for line in (tmp_path / "step_00000003.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert {row["response"] for row in rows} == {"\ud83d and \u00e9"}
+
+
 def test_a_dump_that_cannot_be_written_is_not_silent(tmp_path, build):
     def refuse(rows):
         raise OSError("disk is full")

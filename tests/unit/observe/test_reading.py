@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import sqlite3
 import time
 
 import pytest
@@ -85,6 +86,36 @@ def test_an_index_that_is_damaged_or_cannot_be_written_is_made_anew(run, tmp_pat
     for place in (tmp_path / "damaged", tmp_path / "no such folder" / "index"):
         index = SampleIndex(run / "samples", place)
         assert index.refresh() == 20 and index.page(SampleFilter())[0] == 320
+
+
+@pytest.mark.parametrize("fault", ["read-only", "locked", "damaged"])
+def test_an_index_that_fails_under_way_is_read_in_memory_and_removed_only_where_it_is_damaged(fault, run, tmp_path):
+    place = tmp_path / "index"
+    first = SampleIndex(run / "samples", place)
+    first.refresh()
+    first.close()
+    if fault == "damaged":
+        place.write_bytes(place.read_bytes()[:4096] + b"\xa5" * 100_000)
+    (run / "samples/step_00000003.jsonl").touch()
+    index, other = SampleIndex(run / "samples", place), sqlite3.connect(place)
+    if fault == "read-only":
+        index._table.execute("pragma query_only = on")  # file modes do not bind root, who may run this
+    if fault == "locked":
+        index._table.execute("pragma busy_timeout = 1")
+        other.execute("begin immediate")
+    assert index.refresh() == 20 and index.page(SampleFilter())[0] == 320
+    other.close()
+    assert place.exists() == (fault != "damaged")
+
+
+def test_answers_without_a_score_are_not_the_worst(run):
+    path = run / "samples/step_00000020.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(row | {"score": None}) + "\n" for row in rows))
+    index = RunReader(run).samples
+    index.refresh()
+    count, found = index.page(SampleFilter(order="worst"), limit=500)
+    assert count == 320 and found[0]["score"] == 0.0 and [row["score"] for row in found[-16:]] == [None] * 16
 
 
 def test_samples_are_filtered_ordered_and_read_whole_with_their_group(run):
@@ -203,6 +234,33 @@ def test_the_commands_print_plain_lines(run, tmp_path, capsys):
 def test_a_run_that_was_interrupted_is_told_how_it_goes_on(tmp_path, capsys):
     assert main(["status", str(write_run(tmp_path, steps=6, state="interrupted"))]) == 0
     assert "roll-async run --config mine checkpoint.resume_from=latest" in capsys.readouterr().out
+
+
+def test_a_run_is_told_from_inside_of_its_folder(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(write_run(tmp_path, steps=1, state="running"))
+    assert main(["status", "."]) == 0
+    told = capsys.readouterr().out
+    assert "run (3f9a61c2)" in told and "killed" in told
+
+
+def test_of_a_run_on_given_rows_the_loss_is_told_and_nothing_of_engines(tmp_path, capsys):
+    run = write_run(tmp_path, steps=0)
+    keys = {"trainer/loss": 0.25, "validation/loss": 0.5, "rewards/accuracies": 0.75}
+    (run / "metrics.jsonl").write_text(json.dumps({"step": 1, **keys}) + "\n")
+    assert main(["status", str(run)]) == 0
+    told = capsys.readouterr().out
+    assert "loss" in told and "0.250" in told and "reward" not in told and "engines" not in told
+    assert main(["compare", str(run), str(run)]) == 0
+    lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    assert {line[1]: line[2] for line in lines[1:4]} == {name: f"{value:.4g}" for name, value in keys.items()}
+
+
+def test_a_config_that_is_no_yaml_is_one_line(run, capsys):
+    (run / "config.yaml").write_text("a: [1\nb: {")
+    for words in (["status"], ["samples"], ["compare", str(run)], ["view", "--html", str(run / "page.html")]):
+        assert main([*words, str(run)]) == 2
+        told = capsys.readouterr().err
+        assert told.count("\n") == 1 and "config.yaml is no YAML (" in told and "repair it or remove it" in told
 
 
 @pytest.mark.parametrize(

@@ -153,3 +153,13 @@ def test_what_other_libraries_warn_of_is_in_the_log_once_and_not_on_the_screen(t
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "WARNING: we warn\n")
     log = (tmp_path / "run" / "run.log").read_text()
     assert [log.count(text) for text in ("UserWarning: old argument", "a library warns", "we warn")] == [1, 1, 1]
+
+
+def test_a_line_without_its_end_is_cut_off_before_the_next_one(tmp_path):
+    """A full disk or a power loss leaves it."""
+    folder = RunFolder(str(tmp_path), "run")
+    for left in ('{"step": 1, "rewa', '{"step": 2, "rewa', "\0\0"):
+        with open(folder.path / "metrics.jsonl", "a") as file:
+            file.write(left)
+        folder.append_metrics({"step": folder.last_step + 1})
+    assert folder.read_metrics() == [{"step": 1}, {"step": 2}, {"step": 3}]

@@ -1,6 +1,8 @@
 """Chats with answers, pairs and dumped samples to rows with masks."""
 
 import json
+import math
+import shutil
 
 import pytest
 
@@ -95,8 +97,9 @@ def test_an_answer_that_is_said_otherwise_later_has_a_row_of_its_own(load, folde
 
 
 def test_a_prompt_and_its_completion_are_a_chat(load, folder):
-    (row,) = load({"prompt": "1+1?", "completion": "2"})
-    assert said(folder, row)[1] == ["2<|im_end|>"]
+    for answer in ({"completion": "2"}, {"completion": None, "response": "2"}):
+        (row,) = load({"prompt": "1+1?", **answer})
+        assert said(folder, row)[1] == ["2<|im_end|>"]
 
 
 def test_a_pair_is_two_rows_of_one_prompt(load, folder):
@@ -108,6 +111,14 @@ def test_dumped_samples_are_trained_on_token_by_token_from_a_score_on(load):
     good = {"prompt_token_ids": [5, 6], "response_token_ids": [7, 8, 9], "loss_mask": [1, 0, 1], "score": 1.0}
     (row,) = load(good, {**good, "score": 0.0}, min_score=0.5)
     assert (list(row.tokens), list(row.mask)) == ([5, 6, 7, 8, 9], [0, 0, 1, 0, 1])
+
+
+def test_ids_of_a_dump_may_be_those_of_rows_that_only_pad_the_model(load, folder, tmp_path):
+    """Its matrix may have more rows than the tokenizer has tokens, and a run may sample them."""
+    padded = shutil.copytree(folder, tmp_path / "padded")
+    (padded / "config.json").write_text('{"vocab_size": 320}')
+    (row,) = load({"response_token_ids": [319]}, tokenizer_folder=str(padded))
+    assert list(row.tokens) == [319]
 
 
 def test_a_folder_of_samples_is_read_in_the_order_of_its_files(folder, tmp_path):
@@ -138,8 +149,22 @@ def test_long_rows_are_refused_cut_or_left_out(load):
         (chat("a", "b"), {"min_score": 1.0}, "score: None is no number"),
         ({"response_token_ids": [1, 2], "loss_mask": [0, 0]}, {}, "loss_mask: 0 of 2"),
         ({"response_token_ids": [1], "score": 0.0}, {"min_score": 1.0}, "no row to train on .*; left out: 1 below min"),
+        ({"response_token_ids": [1], "score": math.nan}, {"min_score": 1.0}, "left out: 1 below min_score 1"),
+        (chat("a", "\ud83d"), {}, "rows.jsonl:1: messages.1: 'utf-8' codec can't encode"),
+        ({"prompt_token_ids": None, "response_token_ids": [1]}, {}, "rows.jsonl:1: prompt_token_ids: None; expected"),
+        ({"response_token_ids": None}, {}, "rows.jsonl:1: response_token_ids: None; expected a list"),
+        ({"response_token_ids": ["a"]}, {}, "rows.jsonl:1: response_token_ids: 'a'; expected"),
+        ({"response_token_ids": [1.0]}, {}, "rows.jsonl:1: response_token_ids: 1.0; expected"),
+        ({"response_token_ids": [1, -5]}, {}, "rows.jsonl:1: response_token_ids: -5; expected"),
+        ({"response_token_ids": [258]}, {}, "response_token_ids: 258; expected .* ids, 0 to 257"),
+        ({"response_token_ids": [2**40]}, {}, "rows.jsonl:1: response_token_ids: 1099511627776; expected"),
+        ({"response_token_ids": [1], "loss_mask": None}, {}, "rows.jsonl:1: loss_mask: None is no list"),
+        (
+            {"chosen": chat("a", "b")["messages"], "rejected": chat("a", "c")["messages"]}, {"pairs": True},
+            r"prompt: missing; a pair is \{prompt, chosen, rejected\}; .* leave it out of chosen and rejected",
+        ),
     ],
-)
+)  # fmt: skip
 def test_a_row_that_cannot_be_trained_on_ends_the_start_with_its_place(load, record, fields, message):
     with pytest.raises(ValueError, match=rf"^actor_train.data_args.file_name: .*{message}"):
         load(record, **fields)

@@ -158,11 +158,13 @@ def test_parquet_holds_the_files_themselves(tmp_path):
     ("data:image/png;base64,?", "data:image/png;base64 is followed by no base64"),
     ("", "'' is no image; write a path, a data: URL or {{bytes, path}}"),
     (7, "7 is no image"),
-], ids=["server", "missing", "no base64", "broken base64", "nothing", "number"])  # fmt: skip
+    ("iVBORw0" * 20_000, "there is no file {folder}/iVBORw0"),
+], ids=["server", "missing", "no base64", "broken base64", "nothing", "number", "bare base64"])  # fmt: skip
 def test_an_image_that_is_not_there_is_a_malformed_row_of_one_line(tmp_path, source, said):
     rows, (problem,) = read(tmp_path, row(text("a"), {"type": "image", "image": source}))
     wanted = f"{tmp_path}/rows.jsonl:1: messages.0.content.1: {said.format(folder=tmp_path)}"
-    assert rows == [] and problem.startswith(wanted) and "\n" not in problem
+    assert rows == [] and problem.startswith(wanted) and "\n" not in problem and len(problem) < 600
+    assert "there is no file" not in problem or problem.endswith("; of base64 write data:image/...;base64,...")
 
 
 def test_chats_without_images_are_text_and_a_turn_of_images_keeps_its_parts():
@@ -262,3 +264,9 @@ def test_every_image_takes_its_tokens_and_a_count_that_differs_is_refused():
     assert spread([5, 9, 6, 9], [image, Image(data=b"", grid=(1, 1))], 9) == [0, 1, 1, 1, 1, 2, 3]
     with pytest.raises(ValueError, match="writes 1 image tokens for 2 images"):
         spread([9], [image, image], 9)
+
+
+def test_an_image_above_pillows_own_limit_is_a_row_of_one_line(folder, monkeypatch):
+    monkeypatch.setattr(PIL, "MAX_IMAGE_PIXELS", 31)  # it opens none of more than twice as many
+    with pytest.raises(ValueError, match=r"^\d+ bytes are no image that Pillow reads: Image size \(64 pixels\)"):
+        ImageReader(folder).image(png())

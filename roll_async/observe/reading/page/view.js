@@ -209,7 +209,8 @@ function drawSummary() {
   const fact = (name, value, kind = null) => element("div", { class: kind }, element("span", {}, name), element("b", {}, value));
   const shown = element("b", { class: `state-${run.state}` }, run.reason ? `${run.state}: ${run.reason}` : run.state);
   $("summary").replaceChildren(element("div", {}, element("span", {}, "state"), shown), fact("step", `${run.step} / ${run.max_steps}`),
-    fact("reward", number(run.reward)), fact("run", `${run.name} · ${run.id}`), fact("who waits", run.waits, "wide"),
+    run.reward === null && run.loss !== null ? fact("loss", number(run.loss)) : fact("reward", number(run.reward)),
+    fact("run", `${run.name} · ${run.id}`), ...(run.waits ? [fact("who waits", run.waits, "wide")] : []),
     ...(run.continue ? [fact("continue with", run.continue, "wide")] : []));
   $("advisories").replaceChildren(...run.advisories.map(({ title, advice }) => element("div", { class: "advisory" }, element("b", {}, title), ". ", advice)));
   document.title = `${run.name}: step ${run.step}, ${run.state}`;
