@@ -43,7 +43,7 @@ LONG = {
         "service/test_service_client.py", "simulator/test_invariants.py", "simulator/test_mutants.py",
         "simulator/test_tables.py", "unit/config/test_config_properties.py", "unit/config/test_no_inert_key.py",
         "unit/observe/test_many_samples.py", "unit/prompts/test_families_page.py", "unit/test_documented_commands.py",
-        "unit/test_from_anywhere.py", "unit/test_minimal_grpo.py",
+        "unit/test_from_anywhere.py", "unit/test_minimal_grpo.py", "unit/test_vs_trl_card.py",
     ),
     # Every loss, estimator, family, layout and engine beyond the ones that `make test` runs.
     "models": (
