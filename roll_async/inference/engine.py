@@ -32,7 +32,7 @@ FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abo
 """As vLLM and SGLang name them."""
 
 
-def are_numbers(logprobs: array) -> bool:
+def are_finite(logprobs: array) -> bool:
     """Whether all are finite: a sum of others is not."""
     return math.isfinite(sum(logprobs))
 
@@ -142,7 +142,7 @@ class Engine(ABC, Generic[T]):
             if await self._admitted(ticket):
                 with self._library():
                     completion = await self._generate(ticket)
-                if not are_numbers(completion.logprobs):
+                if not are_finite(completion.logprobs):
                     # Of no policy: a trainer would make NaN of all of its weights.
                     raise ArithmeticError(
                         f"log-probs of version {self._version} that are no numbers: weights or activations outside of "
@@ -213,7 +213,7 @@ class Engine(ABC, Generic[T]):
         """
         ticket = self._tickets.get(request_id)
         tokens = None if ticket is None else self._so_far(ticket, start)
-        if ticket is None or tokens is None or not are_numbers(tokens.logprobs):
+        if ticket is None or tokens is None or not are_finite(tokens.logprobs):
             return None
         return self._completion(ticket, tokens, FinishReason.ABORT)
 

@@ -22,6 +22,7 @@ from roll_async.trainer.megatron.model import output_head
 from roll_async.trainer.megatron.model.lora import Adapter
 from roll_async.trainer.megatron.settings import MegatronSettings, OptimizerSettings, ParallelSizes
 from roll_async.trainer.megatron.state.host_state import HostState
+from roll_async.trainer.megatron.state.optimizer import gradients_are_finite
 from roll_async.trainer.megatron.state.optimizer_state import parameter_states, parts_of
 from roll_async.trainer.protocol import GivenRows, ValueRows
 from roll_async.weight_sync.bucket import Content
@@ -267,6 +268,18 @@ def exchange_uneven(rank, world_size, port):
     cpu_shim._reduce_scatter_uneven(output, [part * (rank + 1) for part in parts], group=group)
     torch.distributed.destroy_process_group()
     return [part.tolist() for part in parts], output.tolist()
+
+
+def finite_by_all(rank, world_size, port, gradients):
+    """What each rank says of gradients, of which it holds its own; the first rank trains nothing."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size
+    )
+    buffers = [SimpleNamespace(grad_data=torch.tensor([1.0, gradients[rank]]))] if rank else []
+    part = SimpleNamespace(parameters=lambda: iter([torch.zeros(1)]), buffers=buffers, expert_parallel_buffers=[])
+    found = gradients_are_finite([part])
+    torch.distributed.destroy_process_group()
+    return found
 
 
 def raises(rank, world_size, port, **given):

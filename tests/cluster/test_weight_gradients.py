@@ -140,3 +140,8 @@ def test_a_product_adds_to_the_sums(dtype):
         for i in range(3):
             wanted = before[o, i] + math.fsum(float(gradients_[n, o]) * float(inputs[n, i]) for n in range(5))
             assert sums[o, i] == pytest.approx(float(wanted), abs=1e-5)
+
+
+@pytest.mark.parametrize(("last", "finite"), [(2.0, True), (math.nan, False), (-math.inf, False)])
+def test_all_ranks_skip_a_step_or_none(rank_pool, last, finite):
+    assert rank_pool.run(cases.finite_by_all, 2, gradients=[0.0, last]) == [finite, finite]

@@ -47,7 +47,7 @@ from roll_async.trainer.megatron.shares import BatchSplitter, DataParallelShard,
 from roll_async.trainer.megatron.state.checkpoints import RoleCheckpoint  # noqa: E402
 from roll_async.trainer.megatron.state.device_state import DeviceState  # noqa: E402
 from roll_async.trainer.megatron.state.host_state import host_state  # noqa: E402
-from roll_async.trainer.megatron.state.optimizer import are_numbers, build_optimizer, wrap  # noqa: E402
+from roll_async.trainer.megatron.state.optimizer import build_optimizer, gradients_are_finite, wrap  # noqa: E402
 from roll_async.trainer.protocol import STATE_KINDS, GivenRows, StateMemory  # noqa: E402
 from roll_async.weight_sync.bucket import Content  # noqa: E402
 from roll_async.weight_sync.transfer import TensorPart, joined  # noqa: E402
@@ -330,7 +330,7 @@ class MegatronWorker:
         on_device = nullcontext() if self._host_state is None else self._host_state.on_device()
         stepped, grad_norm = False, None
         # The scaler of fp16 looks itself, and goes down.
-        if self._model.config.fp16 or are_numbers(self._network):
+        if self._model.config.fp16 or gradients_are_finite(self._network):
             with cpu_shim.cuda_type_names(), on_device:
                 stepped, grad_norm, _ = self._optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]  # base: None
             self._skipped = 0

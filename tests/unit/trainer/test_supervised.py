@@ -2,12 +2,14 @@
 
 import asyncio
 from array import array
+from contextlib import AsyncExitStack
 from types import SimpleNamespace
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from roll_async.launch import supervised as start
 from roll_async.prompts.given import GivenRow
 from roll_async.trainer.supervised import GivenData, SupervisedLearner, num_steps
 from tests.unit.config.supervised import dpo_config, sft_config
@@ -144,3 +146,35 @@ def test_steps_of_epochs_and_of_max_steps():
     assert num_steps(sft_config("train_batch_size=4", "num_train_epochs=1"), of) == 3
     assert num_steps(dpo_config("train_batch_size=4", "num_train_epochs=1"), of) == 2
     assert num_steps(sft_config("max_steps=7"), of) == 7
+
+
+def test_a_start_plans_the_steps_that_are_left_with_the_batch_of_today(monkeypatch):
+    config = sft_config("train_batch_size=8", "num_train_epochs=1")
+    before = SupervisedLearner(Actor(), sft_config("train_batch_size=4", "num_train_epochs=1"), data(40))
+    run(before, 5)
+
+    class Roles:
+        def __init__(self, *arguments):
+            pass
+
+        async def start_ranks(self):
+            return {"actor_train": SimpleNamespace(export_hf=None)}
+
+    async def restore(config, roles, learner, checkpoints):
+        learner.restore_state(before.export_state())
+        return 5, None
+
+    async def closed(*arguments):
+        pass
+
+    monkeypatch.setattr(start, "RoleStarter", Roles)
+    monkeypatch.setattr(start, "restore_loop", restore)
+    monkeypatch.setattr(start, "checkpoints_of", lambda config, record: None)
+    monkeypatch.setattr(start, "LoopCheckpoint", lambda *arguments: SimpleNamespace(close=closed))
+
+    async def started():
+        async with AsyncExitStack() as stack:
+            folder = SimpleNamespace(record=None, last_step=5)
+            return await start.start_supervised(config, None, stack, (None, folder), data(40))
+
+    assert asyncio.run(started()).states() == ["trainer: starting; step 5 of 8 is trained"]

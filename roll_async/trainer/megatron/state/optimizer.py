@@ -97,7 +97,7 @@ def wrap(
     return network
 
 
-def are_numbers(network: Sequence[DistributedDataParallel]) -> bool:
+def gradients_are_finite(network: Sequence[DistributedDataParallel]) -> bool:
     """Whether all gradients of all ranks are finite; collective, and waits for the device. A single NaN would go
     through clipping into every weight.
     """
