@@ -17,15 +17,22 @@ HALF = "actor_train.training_args.per_device_train_batch_size=16"
 """Samples of a data-parallel rank, of two."""
 
 
-def agrees(launcher, *overrides, steps=2):
-    """Synchronous steps, each on the policy that the engines were pushed."""
+def agrees(launcher, *overrides, steps=2, routed=False):
+    """Synchronous steps, each on the policy that the engines were pushed.
+
+    Of a model with experts (`routed`) the mean over the tokens is bounded, not the largest ratio: among the 5,000
+    choices of two steps one may be so near a tie that rounding decides it (router logits of the third expert come
+    within 1e-6 of the second's about once in 200 runs), which moves the tokens of one answer by up to 30 %. Weights of
+    the step before move the mean by 0.04.
+    """
     code, output = launcher.run("async_generation_ratio=0", f"max_steps={steps}", SPREAD, *overrides, timeout=900)
     assert code == 0, output
     metrics = launcher.metrics()
     assert [m["step"] for m in metrics] == list(range(1, steps + 1))
     for m in metrics:
         assert m["staleness/max"] == 0 and m["groups/failed"] == 0
-        assert abs(m["correction/rho_max"] - 1) < 1e-3 and m.get("weights/lag_zero_alarm", 0) == 0
+        assert routed or abs(m["correction/rho_max"] - 1) < 1e-3
+        assert m["correction/lag_0/abs_log_rho"] < 5e-3 and m.get("weights/lag_zero_alarm", 0) == 0
         assert m["weights/canary_alarms"] == 0 and m["weights/canary_difference"] < 1e-4
     assert metrics[-1]["weights/canary_moved"] > 0
     return metrics
@@ -70,6 +77,7 @@ def test_experts_on_two_ranks_and_the_hugging_face_engine(launcher, model_of):
         f"{MEGATRON}.expert_model_parallel_size=2",
         HALF,
         HF,
+        routed=True,
     )
 
 
@@ -80,6 +88,7 @@ def test_experts_of_two_pipeline_stages_and_vllm(launcher, model_of):
         f"pretrain={model_of('Qwen3Moe', **EXPERTS, head_dim=32, norm_topk_prob=True)}",
         "actor_train.world_size=2",
         f"{MEGATRON}.pipeline_model_parallel_size=2",
+        routed=True,
     )
 
 
