@@ -210,13 +210,18 @@ def _keep_off_the_screen(files: Sequence[logging.Handler]) -> None:
 
 def _records(path: Path) -> list[dict[str, float]]:
     whole, _, _ = path.read_text(errors="replace").rpartition("\n")
-    records = []
-    for number, line in enumerate(whole.splitlines(), 1):
-        try:
-            records.append(json.loads(line))
-        except ValueError as error:
-            raise ValueError(f"{path}:{number} is damaged ({error}); remove that line") from error
-    return records
+    return [step_record(line, f"{path}:{number}") for number, line in enumerate(whole.splitlines(), 1)]
+
+
+def step_record(line: str, where: str) -> dict[str, float]:
+    """What a line of metrics.jsonl says of its step. Raises ValueError, one line, for a damaged one."""
+    try:
+        record = json.loads(line)
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int | float):
+            raise ValueError("no record of a step")
+        return record
+    except ValueError as error:
+        raise ValueError(f"{where} is damaged ({error}); remove that line") from error
 
 
 class _LogFile(logging.FileHandler):

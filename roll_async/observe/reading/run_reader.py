@@ -5,6 +5,7 @@ of its samples, and everything may be read again while the run goes on.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -13,8 +14,8 @@ from pathlib import Path
 import yaml
 
 from roll_async.observe.reading.advisories import advisories
-from roll_async.observe.reading.sample_index import INDEX, SampleIndex, finite
-from roll_async.observe.run_folder import leaves
+from roll_async.observe.reading.sample_index import INDEX, SampleIndex
+from roll_async.observe.run_folder import leaves, step_record
 from roll_async.observe.run_record import read_record, state_of
 from roll_async.observe.sample_dump import SAMPLES
 
@@ -45,13 +46,18 @@ class AppendedLines:
             with open(self._path, "rb") as file:
                 status = self._path.stat()
                 if status.st_ino != self._inode or status.st_size < self._offset:
-                    self.generation, self._offset, self._inode = self.generation + 1, 0, status.st_ino
+                    self.forget()
+                    self._inode = status.st_ino
                 file.seek(self._offset)
                 whole, newline, _ = file.read().rpartition(b"\n")
         except FileNotFoundError:
             return []
         self._offset += len(whole) + len(newline)
         return whole.decode(errors="replace").splitlines() if whole else []
+
+    def forget(self) -> None:
+        """Begin again at the next call."""
+        self.generation, self._offset = self.generation + 1, 0
 
 
 class RunReader:
@@ -77,11 +83,16 @@ class RunReader:
 
     @property
     def metrics(self) -> list[dict[str, float]]:
-        """One row a step, numbers alone."""
+        """One row a step, numbers alone. Raises ValueError for a damaged line, whenever it is asked."""
         lines = self._metrics.new()
         if self._metrics.generation != self._read[0]:
             self._rows = []
-        self._rows += [_numbers(finite(line)) for line in lines]
+        file, first = self.path / "metrics.jsonl", len(self._rows) + 1
+        try:
+            self._rows += [_numbers(step_record(line, f"{file}:{n}")) for n, line in enumerate(lines, first)]
+        except ValueError:
+            self._metrics.forget()
+            raise
         self._read = (self._metrics.generation, self._read[1])
         return self._rows
 
@@ -196,7 +207,7 @@ def visible(text: str) -> str:
 
 
 def _numbers(row: Mapping[str, object]) -> dict[str, float]:
-    return {key: value for key, value in row.items() if isinstance(value, int | float)}
+    return {key: value for key, value in row.items() if isinstance(value, int | float) and math.isfinite(value)}
 
 
 def _again(command: Sequence[str]) -> str:

@@ -104,6 +104,15 @@ class SampleIndex:
             self._do_without(error)
             return self._refresh()
 
+    def _ask(self, text: str, values: Sequence[object] = ()) -> list[Any]:
+        try:
+            return self._table.execute(text, values).fetchall()
+        except sqlite3.DatabaseError as error:  # a page of the file is damaged
+            self._table.close()
+            self._do_without(error)
+            self._refresh()
+            return self._table.execute(text, values).fetchall()
+
     def _do_without(self, error: sqlite3.DatabaseError) -> None:
         """Index in memory. The file is removed where it is damaged."""
         if not isinstance(error, sqlite3.OperationalError):  # that of one which is locked, or cannot be written
@@ -143,8 +152,8 @@ class SampleIndex:
     def page(self, asked: SampleFilter, offset: int = 0, limit: int = 50) -> tuple[int, list[dict[str, object]]]:
         """(how many samples fit, those from `offset` on without their tokens)."""
         where, values = asked.where
-        (count,) = self._table.execute(f"select count(*) from samples where {where}", values).fetchone()
-        rows = self._table.execute(
+        ((count,),) = self._ask(f"select count(*) from samples where {where}", values)
+        rows = self._ask(
             f"select {_COLUMNS} from samples where {where} order by {_ORDERS[asked.order]} limit ? offset ?",
             [*values, limit, offset],
         )
@@ -153,22 +162,22 @@ class SampleIndex:
     def choices(self) -> dict[str, list[object]]:
         """What can be asked for: domains, outcomes, the first and last step, the lowest and highest score."""
         found: dict[str, list[object]] = {
-            name: [row[0] for row in self._table.execute(f"select distinct {name} from samples order by 1")]
+            name: [row[0] for row in self._ask(f"select distinct {name} from samples order by 1")]
             for name in ("domain", "outcome")
         }
-        steps = self._table.execute("select min(step), max(step), min(score), max(score), count(*) from samples")
-        first, last, lowest, highest, count = steps.fetchone()
+        of_all = "select min(step), max(step), min(score), max(score), count(*) from samples"
+        ((first, last, lowest, highest, count),) = self._ask(of_all)
         return found | {"steps": [first, last], "scores": [lowest, highest], "count": [count]}
 
     def group_of(self, number: int) -> list[dict[str, object]]:
         """The whole rows of the group that a sample is one of, in the order of their file, with their `id`. Raises
         KeyError where there is none.
         """
-        found = self._table.execute(
+        found = self._ask(
             "select others.id, others.file, others.offset, others.size from samples as one join samples as others "
             "using (file, step, group_id) where one.id = ? order by others.id",
-            (number,),
-        ).fetchall()
+            [number],
+        )
         if not found:
             raise KeyError(number)
         return [{"id": row["id"], **self._read(row)} for row in found]

@@ -108,6 +108,43 @@ def test_an_index_that_fails_under_way_is_read_in_memory_and_removed_only_where_
     assert place.exists() == (fault != "damaged")
 
 
+def test_an_index_with_a_damaged_page_answers_from_one_in_memory(run, tmp_path):
+    place = tmp_path / "index"
+    index = SampleIndex(run / "samples", place)
+    index.refresh()
+    wanted = index.page(SampleFilter(order="worst"), limit=400), index.choices(), index.group_of(7)
+    index.close()
+    size = place.stat().st_size
+    for page in range(1, size // 4096):
+        place.write_bytes(b"")
+        made = SampleIndex(run / "samples", place)
+        made.refresh()
+        made.close()
+        with open(place, "r+b") as file:
+            file.seek(4096 * page)
+            file.write(b"\xa5" * 4096)
+        again = SampleIndex(run / "samples", place)
+        assert (again.page(SampleFilter(order="worst"), limit=400), again.choices(), again.group_of(7)) == wanted
+        again.close()
+
+
+LINES = ("[]", "3", "null", '{"reward/mean": 1.0}', '{"step": "7"}', '{"step": 21, "rew', "\0" * 64)
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_line_of_metrics_that_is_no_record_of_a_step_is_named_each_time_by_all_who_read(line, run):
+    reader = RunReader(run)
+    assert len(reader.metrics) == 20
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(f"{line}\n")
+    for read in (lambda: reader.metrics, lambda: reader.metrics, RunFolder(str(run.parent), run.name).read_metrics):
+        with pytest.raises(ValueError, match=r"metrics\.jsonl:21 is damaged \(.*\); remove that line$"):
+            read()
+    text = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(text[:20]))
+    assert [row["step"] for row in reader.metrics] == list(range(1, 21))
+
+
 def test_answers_without_a_score_are_not_the_worst(run):
     path = run / "samples/step_00000020.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
