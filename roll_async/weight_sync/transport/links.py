@@ -273,14 +273,18 @@ class LinkReader:
         try:
             self._upstream.pull(key, published, waits=True)
         except (RuntimeError, OSError) as error:
-            reason = str(error).splitlines()[0]  # torch's errors go on with a stack of C++
-            logger.warning(
-                "Parameter sync: %s pulls from the trainer instead of its upstream replica: %s", self._own_name, reason
-            )
+            self._leave_chain(error)
             self._upstream.close()
             self._upstream = None
             return False
         return True
+
+    def _leave_chain(self, error: Exception) -> None:
+        logger.warning(
+            "Parameter sync: %s pulls from the trainer instead of its upstream replica: %s",
+            self._own_name,
+            str(error).splitlines()[0],  # torch's errors go on with a stack of C++
+        )
 
     def _join_chain(self, source: _ReceivingLink) -> None:
         """Publish the address that the downstream replica pulls from, and connect to the upstream one."""
@@ -291,7 +295,10 @@ class LinkReader:
         source.channel.write({"address_of": self._name_of(self._plan.upstream)})
         address = (source.channel.read() or {}).get("address")
         if address is not None:
-            self._upstream = _ReceivingLink(self._medium, address, timedelta(seconds=_SILENT_S))
+            try:
+                self._upstream = _ReceivingLink(self._medium, address, timedelta(seconds=_SILENT_S))
+            except OSError as error:
+                self._leave_chain(error)
 
     @property
     def _own_name(self) -> str:

@@ -89,6 +89,19 @@ def test_a_replica_whose_predecessor_dies_in_the_middle_goes_on_with_the_trainer
     assert_equal(dict(second.tensors()), transfers.tensors())
 
 
+def test_a_replica_whose_predecessor_died_before_it_joined_goes_on_with_the_trainer(transfers, small_chunks, caplog):
+    sender = transfers.sender(transfers.tensors(), "gloo", block_bytes=600)
+    (first,), (second,) = chain(transfers, sender, ["dies", "lives"])
+    for bucket in transfers.buckets([sender]):
+        if bucket.index == 0:
+            first.take(bucket)
+            first.close()
+        second.take(bucket)
+    assert second.digest == f"{sender.sent[0] % (1 << 128):032x}"
+    assert "pulls from the trainer instead of its upstream replica" in caplog.text
+    assert_equal(dict(second.tensors()), transfers.tensors())
+
+
 def test_a_replica_whose_predecessor_falls_silent_goes_on_with_the_trainer(transfers, small_chunks, monkeypatch):
     """Its node lost its power: the connection stays open, and nothing comes."""
     monkeypatch.setattr(links, "_SILENT_S", 0.3)
