@@ -149,9 +149,10 @@ class Tab:
 @asynccontextmanager
 async def chromium(profile, address):
     """A tab that shows the address."""
+    offline = ("--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run")
     process = await asyncio.create_subprocess_exec(
         CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0", "--window-size=1400,1600",
-        f"--user-data-dir={profile}", "about:blank", stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
+        *offline, f"--user-data-dir={profile}", "about:blank", stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:
         async with asyncio.timeout(patient(60)):
