@@ -19,7 +19,7 @@ from torch import Tensor
 from roll_async.checkpoint.folders.find_model import HF_FILES, hf_files_of, torch_dist_in
 from roll_async.checkpoint.folders.hf_config import HfConfig
 from roll_async.checkpoint.folders.hf_folder import HfFolder, copy_side_files, write_known_tensors
-from roll_async.checkpoint.folders.manifest import recorded_alpha, sync, sync_tree
+from roll_async.checkpoint.folders.manifest import recorded_alpha, replaced, sync
 from roll_async.checkpoint.folders.megatron_folder import MegatronFolder, Piece, write_megatron_folder
 from roll_async.checkpoint.folders.safetensors_files import TensorSpec
 from roll_async.checkpoint.folders.stored_keys import StoredKey, extra_states, is_parameter, key_to_write, keys_to_read
@@ -378,20 +378,11 @@ def _complete(
     free = shutil.disk_usage(target.parent).free
     if free < num_bytes:
         raise ValueError(f"{target} needs {num_bytes / 1e9:.1f} GB, its disk has {free / 1e9:.1f} GB free")
-    temporary = target.with_name(target.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    try:
+    with replaced(target) as temporary:
         with ThreadPoolExecutor(1) as disk:
             syncing = []
             yield temporary, lambda path: syncing.append(disk.submit(sync, path))
             for done in syncing:
                 # Raises what the sync has raised.
                 done.result()
-        sync_tree(temporary)
         check(temporary)
-        temporary.rename(target)
-        sync(target.parent)
-    finally:
-        # After the rename there is nothing of this name.
-        shutil.rmtree(temporary, ignore_errors=True)

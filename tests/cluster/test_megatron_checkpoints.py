@@ -192,9 +192,14 @@ def test_a_lora_run_leaves_its_adapter_in_the_format_of_peft(rank_pool, folders,
     kind, layout, targets = ADAPTED[written]
     more = {"lora_rank": 2, "lora_alpha": 3.0, "lora_targets": tuple(targets.split())}
     places = {"checkpoint": tmp_path / "step", "export": str(tmp_path / "hf")}
+    former = [tmp_path / place / "model-00001-of-00002.safetensors" for place in ("hf", "hf_adapter")]
+    for shard in former:
+        shard.parent.mkdir()
+        shard.touch()
     run(rank_pool, cases.save_and_export, folders, kind, layout, **places, more=more)
     typed = [str(tmp_path / "step"), str(tmp_path / "adapter"), "--adapter-only", "--verify"]
     assert run_convert(typed) == 0, capsys.readouterr().err
+    assert not any(shard.exists() for shard in former), "an export takes the place of the former one"
     written, converted = (
         load_file(tmp_path / place / "adapter_model.safetensors") for place in ("hf_adapter", "adapter")
     )

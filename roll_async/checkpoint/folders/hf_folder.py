@@ -175,7 +175,7 @@ def write_known_tensors(
 
 
 def write_hf_folder(
-    target: str,
+    target: str | Path,
     tensors: Iterator[tuple[str, Tensor]],
     *,
     like: str,

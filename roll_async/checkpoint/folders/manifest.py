@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 MANIFEST = "manifest.json"
@@ -99,3 +101,31 @@ def sync_tree(folder: Path) -> None:
     """Wait until everything in a folder is on disk. Renamed before, it could be incomplete after a power failure."""
     for path in (*folder.rglob("*"), folder):
         sync(path)
+
+
+@contextmanager
+def replaced(target: Path) -> Iterator[Path]:
+    """An empty folder to write what then has the name of `target`; after an error it is removed."""
+    target = target.resolve()  # of a link: on its disk
+    temporary = target.with_name(f"{target.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        put_in_place(temporary, target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def put_in_place(complete: Path, target: Path) -> None:
+    """Rename a folder when it is on disk. What has the name is moved away, and removed last: wherever the process is
+    killed, the name stands for one of the two as a whole, or for none.
+    """
+    former = target.with_name(f"{target.name}.old")
+    sync_tree(complete)
+    shutil.rmtree(former, ignore_errors=True)
+    if target.exists():
+        os.rename(target, former)
+    os.rename(complete, target)
+    sync(target.parent)
+    shutil.rmtree(former, ignore_errors=True)

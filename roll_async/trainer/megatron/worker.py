@@ -31,6 +31,7 @@ from roll_async.algorithms.objective import (  # noqa: E402
     step_metrics,
 )
 from roll_async.checkpoint.folders.hf_folder import write_hf_folder  # noqa: E402
+from roll_async.checkpoint.folders.manifest import replaced  # noqa: E402
 from roll_async.checkpoint.lora import write_adapter  # noqa: E402
 from roll_async.observe.trace import starting  # noqa: E402
 from roll_async.trainer.megatron import ranks  # noqa: E402
@@ -398,7 +399,8 @@ class MegatronWorker:
         if self._spec.rank == 0:
             dtype = str(TORCH_DTYPES[self._settings.dtype]).removeprefix("torch.")
             settings = self._settings
-            write_hf_folder(folder, tensors, like=settings.model_folder, dtype=dtype, critic=settings.with_value_head)
+            with replaced(Path(folder)) as new:
+                write_hf_folder(new, tensors, like=settings.model_folder, dtype=dtype, critic=settings.with_value_head)
         else:
             # Their gathering is collective: without this rank, rank 0 would wait for ever.
             for _ in tensors:
@@ -414,7 +416,8 @@ class MegatronWorker:
         dist.gather_object(own, gathered if first else None)
         if first:
             whole = joined(part for parts in gathered for part in parts or ())
-            write_adapter(folder, whole, alpha=self._settings.lora_alpha, base=self._settings.model_folder)
+            with replaced(folder) as new:
+                write_adapter(new, whole, alpha=self._settings.lora_alpha, base=self._settings.model_folder)
 
     def save(self, folder: str, step: int, state: bytes, *, background: bool = False) -> None:
         """Atomic checkpoint of all ranks: `folder` exists only when it is complete. With `background` the weights of

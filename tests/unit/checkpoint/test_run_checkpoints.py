@@ -1,10 +1,12 @@
 """Checkpoints of a run: nothing has its final name before all of it is there, and the loop goes on meanwhile."""
 
 import asyncio
+import itertools
 import json
 import os
 import shutil
 import threading
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +14,7 @@ import pytest
 
 from roll_async.checkpoint import run_checkpoints
 from roll_async.checkpoint.folders import manifest
-from roll_async.checkpoint.folders.manifest import check_files, fingerprint, read_manifest, write_manifest
+from roll_async.checkpoint.folders.manifest import check_files, fingerprint, read_manifest, replaced, write_manifest
 from roll_async.checkpoint.run_checkpoints import RunCheckpoints
 from roll_async.observe.sample_dump import SampleDump
 from roll_async.pipelines.checkpoint import LoopCheckpoint, restore_loop
@@ -236,6 +238,28 @@ def test_every_file_is_on_disk_before_a_checkpoint_gets_its_name(tmp_path, monke
     monkeypatch.setattr(os, "rename", renamed)
     assert (checkpoints.commit(7, []) / "hf" / "config.json").is_file()
     assert on_disk[-1] == str(tmp_path / "checkpoints")
+
+
+@pytest.mark.parametrize(("ends_at", "left"), [(0, ["former"]), (1, []), (2, ["new"])])
+def test_a_folder_written_anew_is_whole_or_absent_wherever_its_writer_ends(tmp_path, monkeypatch, ends_at, left):
+    def write(name):
+        with replaced(tmp_path / "hf") as folder:
+            (folder / name).touch()
+
+    write("former")
+    renames, rename = itertools.count(), os.rename
+
+    def until_the_end(source, target):
+        if next(renames) == ends_at:
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    with monkeypatch.context() as patched, suppress(KeyboardInterrupt):
+        patched.setattr(os, "rename", until_the_end)
+        write("new")
+    assert [path.name for path in tmp_path.glob("hf/*")] == left
+    write("next")
+    assert names(tmp_path) == ["hf"] and names(tmp_path / "hf") == ["next"]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ Everything is written to `folder.tmp` and renamed when it is complete and on dis
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -35,9 +34,8 @@ from roll_async.checkpoint.folders.manifest import (
     LORA,
     check_files,
     fingerprint,
+    put_in_place,
     read_manifest,
-    sync,
-    sync_tree,
     write_manifest,
 )
 from roll_async.checkpoint.lora_targets import target_layers
@@ -154,13 +152,7 @@ class RoleCheckpoint:
             prints |= {name: fingerprint(temporary / name) for name in rest}
             about = {"step": step, "world_size": dist.get_world_size(), DTYPE: self._dtype, LORA: self._lora}
             write_manifest(temporary, prints, about)
-            # Before the rename: after a power failure the final name must not stand for half a checkpoint.
-            sync_tree(temporary)
-            # rename refuses a folder that has files.
-            shutil.rmtree(target, ignore_errors=True)
-            os.rename(temporary, target)
-            # The new name is on disk only with the folder around it.
-            sync(target.parent)
+            put_in_place(temporary, target)
         dist.barrier()
 
     def load(self, folder: str) -> bytes:
