@@ -117,7 +117,9 @@ class RunCheckpoints:
     def prune(self) -> None:
         """Remove the oldest of this run beyond max_to_keep."""
         for step in beyond(self.saved(), self.run_id, self.max_to_keep):
-            shutil.rmtree(self.folder_of(step))
+            # Renamed before, so that a kill leaves no half of one under its final name.
+            os.rename(self.folder_of(step), self._staging(step))
+            shutil.rmtree(self._staging(step))
 
 
 def run_of(checkpoint: Path) -> str | None:

@@ -240,6 +240,23 @@ def test_every_file_is_on_disk_before_a_checkpoint_gets_its_name(tmp_path, monke
     assert on_disk[-1] == str(tmp_path / "checkpoints")
 
 
+def test_a_checkpoint_that_is_half_removed_is_none_and_goes_with_the_next_save(tmp_path, monkeypatch):
+    checkpoints = RunCheckpoints(folder=tmp_path, max_to_keep=1)
+
+    def killed(folder):
+        raise KeyboardInterrupt
+
+    for step in (1, 2, 3):
+        checkpoints.begin(step)
+        checkpoints.commit(step, [])
+        with monkeypatch.context() as patched, suppress(KeyboardInterrupt):
+            patched.setattr(shutil, "rmtree", killed)
+            checkpoints.prune()
+        assert checkpoints.steps() == [step]
+    checkpoints.begin(4)
+    assert names(tmp_path) == ["step_00000003", "step_00000004.tmp"]
+
+
 @pytest.mark.parametrize(("ends_at", "left"), [(0, ["former"]), (1, []), (2, ["new"])])
 def test_a_folder_written_anew_is_whole_or_absent_wherever_its_writer_ends(tmp_path, monkeypatch, ends_at, left):
     def write(name):
