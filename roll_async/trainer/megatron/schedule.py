@@ -31,16 +31,16 @@ class Schedule:
 
     def state(self) -> dict[str, float]:
         """For a checkpoint."""
-        per_step = self._settings.steps_per_training_step
         return {
             "optimizer_steps": self.optimizer_steps,
             "position": self._position,
-            "steps_per_training_step": per_step,
+            "steps_per_training_step": self._settings.steps_per_training_step,
+            "rows_per_training_step": self._settings.rows_per_training_step,
         }
 
     def restore(self, state: Mapping[str, float], training_step: int) -> None:
-        """Go on after `training_step`, maybe with other mini-batches. Checkpoints without a position counted all
-        optimizer steps: the actor is no further than the training step, and behind it after a critic_warmup.
+        """Go on after `training_step`, maybe with other batches or mini-batches. Checkpoints without a position counted
+        all optimizer steps: the actor is no further than the training step, and behind it after a critic_warmup.
         """
         now = self._settings.steps_per_training_step
         self.optimizer_steps = int(state["optimizer_steps"])
@@ -48,6 +48,9 @@ class Schedule:
         if "position" in state:
             before = state["steps_per_training_step"]
             self._position = state["position"] if before == now else state["position"] / before * now
+        rows, rows_before = self._settings.rows_per_training_step, state.get("rows_per_training_step", 0)
+        if rows and rows_before:
+            self._position *= rows_before / rows
 
 
 def learning_rate_at(position: float, settings: OptimizerSettings) -> float:

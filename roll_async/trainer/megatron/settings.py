@@ -13,6 +13,7 @@ from roll_async.config.schema import (
     MegatronTrainConfig,
     PipelineConfig,
     RunConfig,
+    SupervisedConfig,
     WorkerConfig,
 )
 
@@ -45,6 +46,8 @@ class OptimizerSettings:
     steps_per_update: int = 1
     """On what the learner is given at a time: a batch, or a part of it (require_batches)."""
     steps_per_training_step: int = 1
+    rows_per_training_step: int = 0
+    """Of a run that ends with its rows (num_train_epochs); 0 = it ends with its steps."""
     beta1: float = 0.9
     beta2: float = 0.999
     epsilon: float = 1e-8
@@ -62,12 +65,14 @@ class OptimizerSettings:
     def of(cls, config: RunConfig, role: WorkerConfig, strategy: MegatronTrainConfig) -> OptimizerSettings:
         """As the config has it."""
         args = role.training_args
-        parts = per_update = 1
+        parts, per_update, rows = 1, 1, 0
         if isinstance(config, PipelineConfig):
             parts = max(1, config.mini_batches_per_batch // config.async_training.require_batches)
             epochs = 1 if role is config.critic else config.algorithm.ppo_epochs
             mini_batch = max(1, role.mini_batch_size)  # none where the role only scores
             per_update = max(1, config.samples_per_batch // parts // mini_batch) * epochs
+        elif isinstance(config, SupervisedConfig) and config.num_train_epochs is not None:
+            rows = config.train_batch_size
         return cls(
             learning_rate=args.learning_rate,
             weight_decay=args.weight_decay,
@@ -76,6 +81,7 @@ class OptimizerSettings:
             total_steps=config.max_steps * parts * per_update,
             steps_per_update=per_update,
             steps_per_training_step=parts * per_update,
+            rows_per_training_step=rows,
             beta1=args.adam_beta1,
             beta2=args.adam_beta2,
             epsilon=args.adam_epsilon,

@@ -9,6 +9,7 @@ pytest.importorskip("torch")
 from roll_async.cluster.roles.training_role import TrainingRole
 from roll_async.launch.roles import place_roles
 from roll_async.prompts.given import GivenOptions
+from roll_async.trainer.megatron.schedule import Schedule
 from roll_async.trainer.megatron.settings import MegatronSettings
 
 DATA = (
@@ -48,6 +49,22 @@ def test_the_schedule_counts_a_step_as_one_optimizer_step_and_nothing_is_tempere
     assert (settings.optimizer.learning_rate, settings.optimizer.warmup_steps) == (0.01, 3)
     assert (settings.temperature, settings.top_k, settings.top_p, settings.loss) == (1.0, 0, 1.0, None)
     assert (settings.seed, settings.longest_row, settings.model_folder) == (5, 64, "model")
+
+
+@pytest.mark.parametrize(("epochs", "left"), [("1", 20), ("null", 40)])
+def test_a_resume_with_another_batch_goes_on_where_the_schedule_was(epochs, left):
+    args = "actor_train.training_args={lr_scheduler_type: linear, learning_rate: 1.0}"
+
+    def schedule(batch, steps):
+        config = sft_config(args, f"num_train_epochs={epochs}", f"train_batch_size={batch}", f"max_steps={steps}")
+        return Schedule(MegatronSettings.of(config, config.actor_train).optimizer)
+
+    before, after = schedule(4, 100), schedule(8, 50 if epochs == "1" else 100)
+    for _ in range(60):
+        before.rates(1)
+    after.restore(before.state(), training_step=60)
+    rates = [after.rates(1)[0] for _ in range(left)]
+    assert rates == pytest.approx([0.4 * (1 - step / left) for step in range(left)])
 
 
 def test_its_only_processes_are_the_ranks():
