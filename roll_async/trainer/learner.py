@@ -145,6 +145,8 @@ class Learner:
     def restore_state(self, state: Mapping[str, object]) -> None:
         """Go on with what `export_state` gave."""
         self.state = LearnerState.from_json(state)
+        if self._algorithm.target_kl is None or not self.state.token_kl_coef:  # not adapted, or from 0, which stays 0
+            self.state.token_kl_coef = self._algorithm.token_kl_coef
 
     async def learn(self, groups: Sequence[Group], step: int) -> StepReport:
         """Train on whole groups. `step` counts from 1; staleness as in `config/staleness.py`."""

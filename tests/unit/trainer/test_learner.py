@@ -403,6 +403,15 @@ def test_running_moments_and_the_kl_coefficient_survive_a_restart(build):
     assert second.learner.state == whole.learner.state and whole.learner.state.token_kl_coef != 0.2
 
 
+@pytest.mark.parametrize(("target", "before", "after"), [(None, 0.2, 0.5), (0.1, 0.2, 0.2), (0.1, 0.0, 0.5)])
+def test_a_restart_keeps_a_kl_coefficient_that_was_adapted_and_takes_that_of_the_config_otherwise(
+    target, before, after
+):
+    second = Trial(token_kl_coef=0.5, target_kl=target, reference=0.3)
+    second.learner.restore_state(Trial(token_kl_coef=before).learner.export_state())
+    assert second.learner.state.token_kl_coef == after
+
+
 def reporting(build, *rows):
     """One group of samples with the given (score, reported numbers)."""
     prompt = build.prompt()
