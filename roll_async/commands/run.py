@@ -405,6 +405,7 @@ async def _train(
             async with started_roles(config, runtime, observers, start) as pipeline:
                 with after_start(GeneratedTooMany):
                     end = await pipeline.run()
+                    folder.update_record(exported_step=0)
                     await pipeline.export_hf(str(folder.path / "hf"))
                 folder.update_record(exported_step=pipeline.trained_step)
             return end

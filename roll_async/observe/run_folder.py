@@ -129,17 +129,19 @@ class RunFolder:
 
     def leave_behind(self, step: int, into: Path) -> None:
         """Set what came after `step` aside in the folder `into`: the metrics as they were, the picture, what trackers
-        wrote, and the exported model if it is of a later step. The metrics until `step` stay.
+        wrote, and the exported model unless it is of `step` or an earlier one. The metrics until `step` stay.
         """
         into.mkdir(parents=True, exist_ok=True)
         for name in ("metrics.jsonl", "config.yaml", "run.json"):
             if (self.path / name).is_file():
                 shutil.copy2(self.path / name, into / name)  # a copy: the run goes on with what these say until `step`
         self.truncate_metrics(step)
-        later = self.record is not None and self.record.exported_step > step
-        for name in ("reward.png", "tensorboard", *(["hf"] if later else [])):
+        later = self.record is not None and not 0 < self.record.exported_step <= step
+        for name in ("reward.png", "tensorboard", *(["hf", "hf_adapter"] if later else [])):
             if (self.path / name).exists():
                 (self.path / name).rename(into / name)
+        if later:
+            self.update_record(exported_step=0)
 
     def truncate_metrics(self, last_step: int) -> None:
         """Remove the lines of later steps."""

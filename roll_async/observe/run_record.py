@@ -50,7 +50,7 @@ class RunRecord:
     places: tuple[str, ...] = ()
     """Files and folders of the run outside of its folder: `KEY=PATH`."""
     exported_step: int = 0
-    """Step of the model in `hf/`; 0 = there is none."""
+    """Step of the model in `hf/` and `hf_adapter/`; 0 = there is none, or it was being replaced."""
     state: str = "running"
     """running, finished, interrupted or failed; a run that is running and not locked was killed."""
     reason: str = ""

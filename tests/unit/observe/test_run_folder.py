@@ -14,6 +14,7 @@ from roll_async.commands.run import exit_code, origin
 from roll_async.config.secrets import is_secret
 from roll_async.observe.disk import Unwritable, writing
 from roll_async.observe.run_folder import RunFolder, log_to
+from roll_async.observe.run_record import RunRecord
 
 
 def test_a_start_with_another_config_keeps_the_old_file_and_logs_every_key_that_changed(tmp_path, caplog):
@@ -44,6 +45,17 @@ def test_no_secret_of_the_last_start_is_in_the_log(tmp_path, caplog):
     folder.write_config("system_envs: {HF_TOKEN: s3cret}\nseed: 1\n")
     folder.write_config("system_envs: {HF_TOKEN: <hidden>}\nseed: 2\n", is_secret)
     assert caplog.messages[1:] == ["config: seed: 1 -> 2", "config: system_envs.HF_TOKEN: a secret"]
+
+
+@pytest.mark.parametrize(("exported", "left"), [(6, 0), (0, 0), (2, 2)])
+def test_a_model_that_may_be_of_a_later_step_is_left_behind_with_its_adapter(tmp_path, exported, left):
+    """0: it was being replaced when the process was killed."""
+    folder = RunFolder(str(tmp_path), "run", RunRecord(exported_step=exported))
+    for name in ("hf", "hf_adapter"):
+        (folder.path / name).mkdir()
+    folder.leave_behind(2, tmp_path / "aside")
+    there = folder.path if left else tmp_path / "aside"
+    assert (there / "hf").is_dir() and (there / "hf_adapter").is_dir() and folder.record.exported_step == left
 
 
 def test_a_restored_run_knows_which_step_has_no_validation(tmp_path):
