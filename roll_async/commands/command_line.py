@@ -9,17 +9,20 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import click
 
 from roll_async.config.yaml.suggest import closest
+from roll_async.observe.run_record import RECORD, unused
 
 EXIT_FINISHED, EXIT_USAGE, EXIT_ROLE_FAILED, EXIT_STALLED, EXIT_INTERRUPTED = 0, 2, 3, 4, 130
 EXIT_CODES = "Exit codes: 0 finished, 2 bad usage or config, 3 a role failed, 4 stalled, 130 interrupted (state saved)."
 HELP = {"help_option_names": ["-h", "--help"]}
 AS_TYPED = {**HELP, "ignore_unknown_options": True}
 """For commands whose arguments are KEY=VALUE and files, read by `config/`, whose errors name unknown keys."""
+_MADE = (RECORD, "results.json", "metrics.jsonl", "trajectories")
 
 
 class Commands(click.Group):
@@ -93,6 +96,17 @@ def bad_usage(name: str, error: Exception) -> int:
     """One line of a command that cannot do what it is asked for."""
     print(f"roll-async {name}: {error}", file=sys.stderr)
     return EXIT_USAGE
+
+
+def output_of(given: Path | None, default: Path) -> Path:
+    """The folder that a command writes into: `given`, else `default` or the first unused name like it. Raises
+    ValueError where `given` has what another start made.
+    """
+    if given is None:
+        return unused(default) if default.exists() else default
+    if made := [name for name in _MADE if (given / name).exists()]:
+        raise ValueError(f"--output {given} has {made[0]} of another start: name another folder, or move that one away")
+    return given
 
 
 def print_pairs(rows: Sequence[tuple[str, str]]) -> None:

@@ -22,6 +22,7 @@ from roll_async.commands.command_line import (
     EXIT_CODES,
     EXIT_FINISHED,
     EXIT_ROLE_FAILED,
+    output_of,
     print_table,
 )
 from roll_async.config.loading.lookup import resolve_config
@@ -95,7 +96,7 @@ def _evaluate(arguments: _EvalArguments) -> int:
         raise ValueError(f"{arguments.target}: an address {message}; name a model folder or a checkpoint")
     model = None if arguments.is_address else _model_of(arguments.target)
     default = Path(config.output_dir) / "eval" / _name_of(arguments.target)
-    output = (arguments.output or default).absolute()
+    output = output_of(arguments.output, default).absolute()
     _require_inputs(config, model_is_used=arguments.is_address)
     config = replace(config, output_dir=str(output.parent), exp_name=output.name)  # trajectories for people go there
     folder = RunFolder(str(output.parent), output.name)
@@ -213,7 +214,7 @@ def _write(output: Path, arguments: _EvalArguments, found: Evaluation, *, second
 
     lines = (json.dumps(sample, ensure_ascii=False) for sample in found.samples)
     (output / "samples.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    asked = {key: str(value) for key, value in asdict(arguments).items() if key in ("target", "config", "model")}
+    asked = {key: value for key, value in asdict(arguments).items() if key in ("target", "config", "model")}
     results = {
         **asked,
         "overrides": [shown_override(arg) for arg in arguments.args],

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from roll_async.commands.command_line import AS_TYPED, EXIT_CODES, EXIT_FINISHED, EXIT_ROLE_FAILED
+from roll_async.commands.command_line import AS_TYPED, EXIT_CODES, EXIT_FINISHED, EXIT_ROLE_FAILED, output_of
 from roll_async.config.loading.lookup import resolve_config
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def _rollout(name: str, batches: int, output: Path | None, args: tuple[str, ...]
     path, overrides = resolve_config(["--config", name, *args], None)
     loaded = check_supported(path, overrides)
     given = with_secrets(loaded.generating, os.environ)
-    target = (output or Path(given.output_dir) / "rollout" / given.exp_name).absolute()
+    target = output_of(output, Path(given.output_dir) / "rollout" / given.exp_name).absolute()
     config = for_rollout(given, target)
     require_inputs(loaded)
     config = resolve_names(config)

@@ -14,6 +14,7 @@ from roll_async.config.api import load
 from roll_async.inference.endpoint import EndpointOptions
 from roll_async.launch.agents import validation_tasks
 from roll_async.launch.evaluation import EndpointRunner, Report, for_evaluation
+from roll_async.observe.run_record import unused
 from roll_async.pipelines.validation import HeldOut
 from roll_async.prompts.tokenizer import load_tokenizer
 from roll_async.schema import Outcome, SamplingParams, Turn
@@ -120,7 +121,7 @@ def evaluate(model, tmp_path, capsys):
     rows(tmp_path / "sums.jsonl", ("1+2=", "3"), ("10+5=", "15"))
 
     def run(target, *more):
-        output = tmp_path / "results"
+        output = unused(tmp_path / "results")
         places = (f"pretrain={model}", f"validation.data_args.file_name={tmp_path}/sums.jsonl")
         code = main(["eval", str(target), "--config", str(CONFIG), "--output", str(output), *places, *more])
         shown = capsys.readouterr()
@@ -173,6 +174,25 @@ def test_an_address_is_measured_set_by_set_as_plain_lines_with_json_and_samples(
     asked = [(b["model"], b["temperature"], b["top_p"], b["max_tokens"]) for b in server.bodies]
     assert sorted(set(asked)) == [("adder", 0.0, 1.0, 96), ("adder", 0.7, 0.9, 96)] and len(asked) == 10
     assert all("top_k" not in b and "repetition_penalty" not in b for b in server.bodies), "not every server knows them"
+
+
+@pytest.mark.slow
+def test_a_second_measurement_has_a_folder_of_its_own_and_no_command_writes_among_results(
+    server, model, tmp_path, capsys
+):
+    sums = rows(tmp_path / "sums.jsonl", ("1+2=", "3"))
+    places = [f"pretrain={model}", f"output_dir={tmp_path}", f"validation.data_args.file_name={sums}"]
+    typed = ["eval", server.url, "--config", str(CONFIG), *places]
+    assert main(typed) == main(typed) == 0
+    first, second = sorted((tmp_path / "eval").iterdir())
+    assert second.name == f"{first.name}.1"
+    assert [json.loads((folder / "results.json").read_text())["model"] for folder in (first, second)] == [None, None]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").touch()
+    for more in (typed, ["rollout", "--config", str(WORLDS)]):
+        for folder, name in ((first, "results.json"), (tmp_path / "run", "run.json")):
+            assert main([*more, "--output", str(folder)]) == 2
+            assert f"--output {folder} has {name} of another start: " in capsys.readouterr().err
 
 
 @pytest.mark.slow
