@@ -29,7 +29,15 @@ from roll_async.checkpoint.run_checkpoints import RunCheckpoints, adopt, run_of,
 from roll_async.config.schema import PipelineConfig, RunConfig
 from roll_async.config.secrets import shown_override
 from roll_async.observe.run_folder import RunFolder
-from roll_async.observe.run_record import FolderLock, RunRecord, next_abandoned, read_record, unused, write_record
+from roll_async.observe.run_record import (
+    FolderLock,
+    RunRecord,
+    locked_names,
+    next_abandoned,
+    read_record,
+    unused,
+    write_record,
+)
 from roll_async.observe.sample_dump import SAMPLES
 
 logger = logging.getLogger(__name__)
@@ -43,9 +51,9 @@ def lock_run(config: RunConfig, held: ExitStack) -> None:
     """Keep the folder of the run, and what it has outside of it, to this process until the stack closes. Raises
     ValueError when another process has one of them.
     """
-    folder = _folder(config).absolute()
-    for key, path in [("exp_name", folder), *_outside(config)]:
-        held.callback(FolderLock(path.absolute(), key).close)
+    places = [("exp_name", _folder(config)), *_outside(config)]
+    for name, key in {name: key for key, path in places for name in locked_names(path)}.items():
+        held.callback(FolderLock(name, key).close)
 
 
 def checkpoints_of(config: RunConfig, record: RunRecord | None) -> RunCheckpoints:

@@ -152,10 +152,22 @@ class FolderLock:
         os.close(self._handle)
 
 
+def locked_names(path: Path) -> list[Path]:
+    """What keeps a path to one process: its own name, under which a new folder may take its place, and that of what it
+    is a link to.
+    """
+    path = path.absolute()
+    return list(dict.fromkeys((path.parent.resolve() / path.name, path.resolve())))
+
+
 def is_locked(path: Path) -> bool:
-    """Whether a process holds the lock of a path."""
+    """Whether a process holds a lock of a path."""
+    return any(_is_held(name.with_name(f".{name.name}.lock")) for name in locked_names(path))
+
+
+def _is_held(file: Path) -> bool:
     try:
-        handle = os.open(path.with_name(f".{path.name}.lock"), os.O_RDONLY)
+        handle = os.open(file, os.O_RDONLY)
     except OSError:
         return False
     try:

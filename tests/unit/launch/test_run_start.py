@@ -200,6 +200,25 @@ def test_a_second_process_is_refused_by_the_lock_and_changes_nothing(tmp_path):
     FolderLock(folder.path, "exp_name").close()
 
 
+def test_a_run_is_locked_under_its_name_and_that_of_the_folder_which_it_is_a_link_to(tmp_path):
+    (tmp_path / "disk").mkdir()
+    trained(config_in(tmp_path / "disk"), 1)
+    (tmp_path / "out").symlink_to(tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path / "disk/a")
+    linked, straight = config_in(tmp_path / "out", "exp_name=link"), config_in(tmp_path / "disk")
+    for config, other in ((linked, straight), (straight, linked)):
+        with ExitStack() as held:
+            lock_run(config, held)
+            with pytest.raises(ValueError, match="is in use by process"):
+                lock_run(other, held)
+            assert is_locked(tmp_path / "link") and is_locked(tmp_path / "disk/a")
+        assert not is_locked(tmp_path / "link") and not is_locked(tmp_path / "disk/a")
+    with ExitStack() as held:
+        lock_run(linked, held)
+        open_run(linked)  # the link becomes link.1
+        assert not (tmp_path / "link").is_symlink() and is_locked(tmp_path / "link")
+
+
 def test_a_start_that_made_nothing_leaves_no_lock_and_one_that_came_between_holds_its_own(tmp_path, monkeypatch):
     config, flock = config_in(tmp_path), fcntl.flock
     with ExitStack() as first, ExitStack() as second:
