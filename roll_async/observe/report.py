@@ -58,7 +58,7 @@ def summary(metrics: Sequence[Metrics], rows: Sequence[tuple[str, str]]) -> str:
         return sum(m[key] for m in part) / len(part)
 
     table = [
-        ("steps", f"{metrics[-1]['step']:.0f} in {metrics[-1]['time_s']:.0f} s"),
+        ("steps", _steps(metrics)),
         ("reward, mean of first / last 5 steps", f"{mean(first, 'reward/mean'):.3f} / {mean(last, 'reward/mean'):.3f}"),
         ("samples/s", f"{mean(metrics, 'throughput/samples_per_s'):.1f}"),
         ("tokens/s", f"{mean(metrics, 'throughput/tokens_per_s'):.0f}"),
@@ -79,16 +79,20 @@ def summary_without_engines(metrics: Sequence[Metrics], rows: Sequence[tuple[str
     validated = [m["validation/loss"] for m in metrics if "validation/loss" in m]
     of_held_out = [("validation loss, first / last", f"{validated[0]:.4f} / {validated[-1]:.4f}")] if validated else []
     table = [
-        (
-            "steps",
-            f"{metrics[-1]['step']:.0f} in {metrics[-1]['time_s']:.0f} s, {metrics[-1]['data/epoch']:.2f} epochs",
-        ),
+        ("steps", f"{_steps(metrics)}, {metrics[-1]['data/epoch']:.2f} epochs"),
         ("loss, first / last step", f"{metrics[0]['trainer/loss']:.4f} / {metrics[-1]['trainer/loss']:.4f}"),
         *of_held_out,
         ("tokens/s", f"{sum(m['throughput/tokens_per_s'] for m in metrics) / len(metrics):.0f}"),
         *rows,
     ]
     return _aligned(table)
+
+
+def _steps(metrics: Sequence[Metrics]) -> str:
+    """The number of steps, and their seconds in all processes of the run: `time_s` begins anew in each."""
+    clocks = [m["time_s"] for m in metrics]
+    ends = [clock for clock, following in zip(clocks, [*clocks[1:], 0.0], strict=True) if following < clock]
+    return f"{metrics[-1]['step']:.0f} in {sum(ends):.0f} s"
 
 
 def _aligned(table: Sequence[tuple[str, str]]) -> str:

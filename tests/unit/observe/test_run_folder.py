@@ -13,6 +13,8 @@ from roll_async.commands.command_line import EXIT_ROLE_FAILED
 from roll_async.commands.run import exit_code, origin
 from roll_async.config.secrets import is_secret
 from roll_async.observe.disk import Unwritable, writing
+from roll_async.observe.recorder import KEYS_WITHOUT_ENGINES
+from roll_async.observe.report import summary_without_engines
 from roll_async.observe.run_folder import RunFolder, log_to
 from roll_async.observe.run_record import RunRecord
 
@@ -56,6 +58,15 @@ def test_a_model_that_may_be_of_a_later_step_is_left_behind_with_its_adapter(tmp
     folder.leave_behind(2, tmp_path / "aside")
     there = folder.path if left else tmp_path / "aside"
     assert (there / "hf").is_dir() and (there / "hf_adapter").is_dir() and folder.record.exported_step == left
+
+
+def test_the_closing_table_says_the_time_of_all_starts_of_the_run():
+    clocks = (4.0, 9.0, 3.0, 30.0, 2.0)  # of three processes
+    metrics = [
+        dict.fromkeys([*KEYS_WITHOUT_ENGINES, "trainer/loss", "data/epoch"], 1.0) | {"step": step, "time_s": clock}
+        for step, clock in enumerate(clocks, 1)
+    ]
+    assert "steps 5 in 41 s, 1.00 epochs" in " ".join(summary_without_engines(metrics, []).split())
 
 
 def test_a_restored_run_knows_which_step_has_no_validation(tmp_path):
