@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,25 +19,29 @@ def draw(metrics: Sequence[Metrics], path: Path, title: str) -> None:
     matplotlib.use("Agg")  # before pyplot is imported, which would choose one for a display
     from matplotlib import pyplot
 
-    steps, with_engines = [m["step"] for m in metrics], "reward/mean" in metrics[0]
+    def points(key: str) -> tuple[list[float], list[float]]:
+        """Steps and values of the steps that have a number of this key."""
+        found = [m for m in metrics if math.isfinite(m.get(key, math.nan))]
+        return [m["step"] for m in found], [m[key] for m in found]
+
+    with_engines = "reward/mean" in metrics[0]
     trained, held_out = ("reward/mean", "accuracy") if with_engines else ("trainer/loss", "loss")
     heights = (3, 2, 2) if with_engines else (3, 2)
     figure, axes = pyplot.subplots(len(heights), 1, figsize=(8, 8), sharex=True, height_ratios=heights)
-    values = [m[trained] for m in metrics]
+    steps, values = points(trained)
     axes[0].plot(steps, values, color="tab:blue", alpha=0.35, linewidth=1, label="per step")
     axes[0].plot(steps, _smooth(values, 5), color="tab:blue", linewidth=2, label="mean of 5")
-    validated = [(m["step"], m[f"validation/{held_out}"]) for m in metrics if f"validation/{held_out}" in m]
-    if validated:
-        label = f"validation {held_out}"
-        axes[0].plot(*zip(*validated, strict=True), "o", color="tab:orange", markersize=4, label=label)
+    validated = points(f"validation/{held_out}")
+    if validated[0]:
+        axes[0].plot(*validated, "o", color="tab:orange", markersize=4, label=f"validation {held_out}")
     axes[0].set_ylabel("reward" if with_engines else "loss")
     axes[0].legend(loc="lower right" if with_engines else "upper right")
-    axes[1].plot(steps, [m["throughput/samples_per_s"] for m in metrics], color="tab:green")
+    axes[1].plot(*points("throughput/samples_per_s"), color="tab:green")
     axes[1].set_ylabel("samples / s")
     axes[1].set_ylim(bottom=0)
     if with_engines:
-        axes[2].plot(steps, [m["staleness/mean"] for m in metrics], color="tab:red", label="mean")
-        axes[2].step(steps, [m["staleness/max"] for m in metrics], color="tab:red", alpha=0.4, where="mid", label="max")
+        axes[2].plot(*points("staleness/mean"), color="tab:red", label="mean")
+        axes[2].step(*points("staleness/max"), color="tab:red", alpha=0.4, where="mid", label="max")
         axes[2].set_ylabel("staleness (versions)")
         axes[2].set_ylim(bottom=0)
         axes[2].legend(loc="upper right")
