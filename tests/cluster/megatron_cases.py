@@ -555,9 +555,11 @@ def logits_in_pieces(rank, world_size, port, settings, budget):
     return {"before": before, "step": step, "after": after, "largest": (scoring.numbers, training.numbers)}
 
 
-def critic_values(rank, world_size, port, settings):
-    """What a critic says of the batch."""
+def critic_values(rank, world_size, port, settings, folder=None):
+    """What a critic says of the batch, after a checkpoint."""
     worker = start_worker(rank, world_size, port, settings)
+    if folder is not None:
+        worker.load(folder)
     values = worker.compute_values(batch(folder=settings.model_folder)[0])
     worker.stop()
     return values

@@ -29,9 +29,14 @@ def values_of(folder, rows):
     return torch.where(rows.mask, values, 0)
 
 
-@pytest.mark.parametrize(
-    ("kind", "layout"), [("dense, tied", (1, {})), ("MoE", (2, {"parallel": {"pipeline": 2}}))], ids=("dense", "MoE P2")
-)
+LAYOUTS = [
+    ("dense, tied", (1, {})),
+    ("dense", (1, {"lora_rank": 4, "lora_alpha": 8.0})),
+    ("MoE", (2, {"parallel": {"pipeline": 2}})),
+]
+
+
+@pytest.mark.parametrize(("kind", "layout"), LAYOUTS, ids=("dense", "adapters", "MoE P2"))
 def test_a_trained_critic_is_read_as_a_reward_model_with_the_same_values(rank_pool, tmp_path, kind, layout):
     folder = cases.model_folder(tmp_path / "start", kind)
     settings = cases.settings_of(folder, **layout[1], with_value_head=True)
@@ -39,6 +44,8 @@ def test_a_trained_critic_is_read_as_a_reward_model_with_the_same_values(rank_po
     values = rank_pool.run(cases.critic_export, layout[0], settings=settings, **places)[0]
     rows, _ = cases.batch()
     assert values.abs().max() > 1e-3, "an untrained head says zero"
+    resumed = rank_pool.run(cases.critic_values, layout[0], settings=settings, folder=places["folder"])[0]
+    assert torch.equal(resumed, values)
     assert_near(values_of(tmp_path / "export", rows), values, cases.BOUNDS.forward, of=STATE)
     megatron_to_hf(tmp_path / "step", tmp_path / "converted", ConversionOptions())
     assert_near(values_of(tmp_path / "converted", rows), values, cases.BOUNDS.forward, of=STATE)

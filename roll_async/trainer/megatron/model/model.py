@@ -127,6 +127,9 @@ class HfBackedModel:
             # PEFT's halves of a tensor that holds all experts have another form.
             names = {name: whole for name, whole in names.items() if not self.match(whole).row.transform.transposes}
             found |= add_adapters(chunk, lora, names)
+            if settings.with_value_head and chunk.post_process:
+                # It starts at zeros, which pass no gradient on: frozen, a critic would never learn.
+                chunk.output_layer.requires_grad_(True)
         everywhere = _union(found)
         missing = (target_layers(lora.targets) or set()) - everywhere
         if missing or not everywhere:
