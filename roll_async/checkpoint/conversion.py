@@ -23,9 +23,9 @@ from roll_async.checkpoint.folders.manifest import recorded_alpha, replaced, syn
 from roll_async.checkpoint.folders.megatron_folder import MegatronFolder, Piece, write_megatron_folder
 from roll_async.checkpoint.folders.safetensors_files import TensorSpec
 from roll_async.checkpoint.folders.stored_keys import StoredKey, extra_states, is_parameter, key_to_write, keys_to_read
-from roll_async.checkpoint.hf_names.families import family_of
+from roll_async.checkpoint.hf_names.families import family_for
 from roll_async.checkpoint.hf_names.table import Family, Match, ModelShape, Transform, shape_of
-from roll_async.checkpoint.hf_names.value_head import VALUE_HEAD, has_value_head, language_model
+from roll_async.checkpoint.hf_names.value_head import VALUE_HEAD, has_value_head
 from roll_async.checkpoint.lora import LoraAdapter, merged, write_adapter
 from roll_async.checkpoint.lora_targets import ADAPTER_HALVES, adapter_half
 from roll_async.checkpoint.tower import tower_shapes
@@ -70,9 +70,7 @@ class _Model:
 
     @classmethod
     def of(cls, config: HfConfig) -> _Model:
-        if "quantization_config" in config:
-            raise ValueError(f"{config.source}: the model is quantised; convert it to bf16 first")
-        family = family_of(language_model(config.architecture()))
+        family = family_for(config)
         fields = family.fields(config)
         return cls(
             family=family,

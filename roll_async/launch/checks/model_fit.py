@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from roll_async.checkpoint.folders.hf_config import HfConfig, read_json
-from roll_async.checkpoint.hf_names.families import family_of
+from roll_async.checkpoint.hf_names.families import family_for
 from roll_async.checkpoint.hf_names.table import Family
-from roll_async.checkpoint.hf_names.value_head import language_model
 from roll_async.checkpoint.known_models import known_config
 from roll_async.checkpoint.model_sizes import ModelSizes, embedding_rows, longest_context, pieces, tokenizer_rows
 from roll_async.checkpoint.rotary import Rotary
@@ -81,10 +80,7 @@ def _merge(adapter: str) -> str:
 
 def described_family(model: HfConfig) -> Family:
     """The family of a model. Raises ValueError where none describes it: it could not be trained or pushed."""
-    try:
-        family = family_of(language_model(model.architecture()))
-    except ValueError as error:
-        raise ValueError(f"{model.source}: {error}; use a model of one of them") from error
+    family = family_for(model)
     family.require_activation(model)
     latent = family.fields(model)
     if latent.get("q_lora_rank", 0) is None and is_from("megatron-core", "0.19"):
@@ -122,7 +118,7 @@ def _limits(config: RunConfig, key: str, model: str, found: HfConfig) -> Iterato
     if engine.model_args.model_name_or_path != model:
         return
     n, traits = config.actor_infer.engine.context_tokens, config.actor_infer.engine.traits
-    family, kept = family_of(language_model(found.architecture())), traits.kept_positions
+    family, kept = family_for(found), traits.kept_positions
     if (why := traits.unserved.get(family.name)) is not None:
         serve = [name for name, other in ENGINE_TRAITS.items() if family.name not in other.unserved]
         remedy = f"use strategy_name: {serve[0]}" if serve else "no engine does: train it without one (sft, dpo)"

@@ -11,9 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from roll_async.checkpoint.folders.hf_config import HfConfig
-from roll_async.checkpoint.hf_names.families import family_of
+from roll_async.checkpoint.hf_names.families import family_for
 from roll_async.checkpoint.hf_names.table import Family, Transform, delta_layers
-from roll_async.checkpoint.hf_names.value_head import language_model
 from roll_async.checkpoint.lora_targets import target_layers
 from roll_async.checkpoint.tower import tower_shapes
 from roll_async.checkpoint.transforms import HeadLayout
@@ -170,7 +169,7 @@ _LINEAR = (
 
 def fields_of(model: HfConfig) -> Mapping[str, object]:
     """Megatron's names and values of the model's family."""
-    return family_of(language_model(model.architecture())).fields(model)
+    return family_for(model).fields(model)
 
 
 def _integer(fields: Mapping[str, object], name: str) -> int:
@@ -194,7 +193,7 @@ def matrices_of(model: HfConfig, settings: MegatronSettings, *, stage: int, laye
     last = stage == sizes.pipeline - 1
     if stage == 0:
         yield Matrix("embedding", vocabulary, hidden)
-        if family_of(language_model(model.architecture())).reads_images:
+        if family_for(model).reads_images:
             yield Matrix("visual", sum(map(math.prod, tower_shapes(model).values())), 1)
     # LayerNorm has a bias beside its weight.
     of_norm = 2 if fields.get("normalization") == "LayerNorm" else 1
@@ -205,7 +204,7 @@ def matrices_of(model: HfConfig, settings: MegatronSettings, *, stage: int, laye
         # A tied head on another stage than the embedding is a copy of its own.
         elif not tied or sizes.pipeline > 1:
             yield Matrix("output_layer", vocabulary, hidden)
-    family = family_of(language_model(model.architecture()))
+    family = family_for(model)
     norms = 2 * (family.input_norms + family.output_norms)
     for layer in layers:
         yield Matrix("norms", of_norm * norms, hidden)

@@ -154,6 +154,12 @@ def test_a_model_of_no_known_family_is_refused_with_the_families(tmp_path):
     assert "rope_type 'dynamic' is not supported" in problem
 
 
+def test_a_quantised_model_is_refused_where_it_would_be_trained(tmp_path):
+    quantised = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    problem = only(f"pretrain={model_in(tmp_path / 'm', quantization_config=quantised)}")
+    assert problem.endswith("the model is quantised (quantization_config); convert it to bf16 first")
+
+
 def test_heads_and_blocks_that_the_device_of_vllm_lacks_are_refused(tmp_path):
     model = f"pretrain={model_in(tmp_path / 'm', num_attention_heads=8)}"
     assert "attention for heads of 32, 64" in only(model) and "this model's are of 16" in only(model)

@@ -17,9 +17,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from roll_async.checkpoint.folders.hf_folder import HfFolder
-from roll_async.checkpoint.hf_names.families import family_of
+from roll_async.checkpoint.hf_names.families import family_for
 from roll_async.checkpoint.hf_names.table import Match
-from roll_async.checkpoint.hf_names.value_head import VALUE_HEAD, language_model
+from roll_async.checkpoint.hf_names.value_head import VALUE_HEAD
 from roll_async.checkpoint.lora import merged
 from roll_async.checkpoint.lora_targets import target_layers
 from roll_async.checkpoint.rotary import Rotary
@@ -81,7 +81,7 @@ class HfBackedModel:
         check_context(settings)
         self._hf = HfFolder(settings.model_folder)
         # A reward model's layers are those of its language model; its head becomes the critic's.
-        self._family = family_of(language_model(self._hf.config.architecture()))
+        self._family = family_for(self._hf.config)
         self.config = transformer_config(self._hf.config, self._family, settings)
         self.tied = self._hf.config.flag("tie_word_embeddings") and not settings.with_value_head
         self.heads = HeadLayout.of(self._hf.config)

@@ -13,9 +13,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from roll_async.checkpoint.folders.hf_config import HfConfig
 from roll_async.checkpoint.folders.hf_folder import HfFolder
-from roll_async.checkpoint.hf_names.families import family_of
+from roll_async.checkpoint.hf_names.families import family_for
 from roll_async.checkpoint.hf_names.table import Family
-from roll_async.checkpoint.hf_names.value_head import language_model
 from roll_async.checkpoint.rotary import Rotary
 from roll_async.checkpoint.transforms import HeadLayout
 from roll_async.trainer.megatron import weight_gradients
@@ -97,7 +96,7 @@ def layers_of(settings: MegatronSettings) -> LayerChoice:
     local_only = None
     if settings.transformer_impl != "local":
         config = HfFolder(settings.model_folder).config
-        local_only = _local_only(config, family_of(language_model(config.architecture())))
+        local_only = _local_only(config, family_for(config))
     return choose_layers(settings.transformer_impl, adapters=settings.lora_rank > 0, local_only=local_only)
 
 
