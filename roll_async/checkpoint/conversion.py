@@ -23,7 +23,7 @@ from roll_async.checkpoint.folders.manifest import recorded_alpha, replaced, syn
 from roll_async.checkpoint.folders.megatron_folder import MegatronFolder, Piece, write_megatron_folder
 from roll_async.checkpoint.folders.safetensors_files import TensorSpec
 from roll_async.checkpoint.folders.stored_keys import StoredKey, extra_states, is_parameter, key_to_write, keys_to_read
-from roll_async.checkpoint.hf_names.families import family_for
+from roll_async.checkpoint.hf_names.families import family_for, is_tied
 from roll_async.checkpoint.hf_names.table import Family, Match, ModelShape, Transform, shape_of
 from roll_async.checkpoint.hf_names.value_head import VALUE_HEAD, has_value_head
 from roll_async.checkpoint.lora import LoraAdapter, merged, write_adapter
@@ -78,7 +78,7 @@ class _Model:
             fields=fields,
             config=config,
             heads=HeadLayout.of(config),
-            tied=config.flag("tie_word_embeddings"),
+            tied=is_tied(config),
             critic=has_value_head(config.architecture()),
         )
 

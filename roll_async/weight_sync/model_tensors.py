@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from roll_async.checkpoint.folders.hf_config import HfConfig
+from roll_async.checkpoint.hf_names.families import is_tied
 from roll_async.weight_sync.traffic import HfTensor
 
 _Shapes = Iterator[tuple[str, tuple[int, ...]]]
@@ -28,7 +29,7 @@ def _all(config: HfConfig, family: str) -> _Shapes:
         for norm in ("input_layernorm", "post_attention_layernorm"):
             yield f"{layer}.{norm}.weight", (hidden,)
     yield "model.norm.weight", (hidden,)
-    if not config.flag("tie_word_embeddings"):
+    if not is_tied(config):
         yield "lm_head.weight", (vocabulary, hidden)
 
 

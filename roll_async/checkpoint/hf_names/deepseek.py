@@ -153,6 +153,7 @@ FAMILIES = (
         architectures=("YoutuForCausalLM",),
         rows=(*EMBEDDING, *_LATENT_ATTENTION, *DENSE_MLP_NORM, *MLP),
         fields=_latent_fields,
+        tied_by_default=True,
         tiny={"youtu": {**_TINY, "tie_word_embeddings": True}},
     ),
 )  # fmt: skip

@@ -40,3 +40,9 @@ def family_for(config: HfConfig) -> Family:
         return family_of(architecture)
     except ValueError as error:
         raise ValueError(f"{config.source}: {error}; use a model of one of them") from error
+
+
+def is_tied(config: HfConfig) -> bool:
+    """Whether the output layer of the language model is its embedding."""
+    default = family_of(language_model(config.architecture())).tied_by_default
+    return config.flag("tie_word_embeddings", default=default)

@@ -52,6 +52,7 @@ FAMILIES = (
         architectures=("SmolLM3ForCausalLM",),
         rows=_ROWS,
         fields=_smollm_fields,
+        tied_by_default=True,
         tiny={"smollm3": {"no_rope_layer_interval": 2, "tie_word_embeddings": True}},
     ),
     Family(
@@ -66,6 +67,7 @@ FAMILIES = (
         architectures=("Ernie4_5ForCausalLM",),
         rows=_ROWS,
         fields=_ernie_fields,
+        tied_by_default=True,
         tiny={"ernie 4.5": {"head_dim": 32, "tie_word_embeddings": True}},
     ),
     Family(

@@ -85,6 +85,7 @@ FAMILIES = (
         output_norms=True,
         activation="gelu_pytorch_tanh",
         scaled_embedding=True,
+        tied_by_default=True,
         tiny={
             "gemma 3": {
                 "head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 12, "tie_word_embeddings": True,

@@ -167,6 +167,8 @@ class Family:
     """The scaling of the rotation is that of windowed layers, too, where config.json does not say."""
     rotary_fraction: float = 1.0
     """Share of the head that is rotated where config.json does not say."""
+    tied_by_default: bool = False
+    """The output layer is the embedding where config.json does not say."""
     tiny: Mapping[str, Mapping[str, object]]
     """Small models of the family that its certificate is made with: what each has in config.json beyond the sizes of
     all. Together they have every part that the family may have."""

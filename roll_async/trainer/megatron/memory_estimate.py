@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from roll_async.checkpoint.folders.hf_config import HfConfig
-from roll_async.checkpoint.hf_names.families import family_for
+from roll_async.checkpoint.hf_names.families import family_for, is_tied
 from roll_async.checkpoint.hf_names.table import Family, Transform, delta_layers
 from roll_async.checkpoint.lora_targets import target_layers
 from roll_async.checkpoint.tower import tower_shapes
@@ -189,7 +189,7 @@ def matrices_of(model: HfConfig, settings: MegatronSettings, *, stage: int, laye
     """Everything with a gradient buffer on this rank."""
     sizes, hidden, fields = settings.parallel, model.integer("hidden_size"), fields_of(model)
     vocabulary = model.integer("vocab_size") // sizes.tensor
-    tied = model.flag("tie_word_embeddings") and not settings.with_value_head
+    tied = is_tied(model) and not settings.with_value_head
     last = stage == sizes.pipeline - 1
     if stage == 0:
         yield Matrix("embedding", vocabulary, hidden)

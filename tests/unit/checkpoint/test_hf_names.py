@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import synthetic
 
 from roll_async.checkpoint.folders.hf_config import HfConfig
-from roll_async.checkpoint.hf_names.families import FAMILIES, family_of
+from roll_async.checkpoint.hf_names.families import FAMILIES, family_of, is_tied
 from roll_async.checkpoint.hf_names.table import ParameterRow, Transform, shape_of
 from roll_async.checkpoint.hf_names.value_head import as_critic, language_model
 from roll_async.checkpoint.rotary import Rotary
@@ -270,6 +270,17 @@ def test_the_tower_of_a_model_has_the_same_names_on_both_sides_and_the_sizes_of_
     assert family.match("visual.blocks.3.attn.qkv.weight").hf_names == ("visual.blocks.3.attn.qkv.weight",)
     with pytest.raises(ValueError, match="no Hugging Face name"):
         family_of("Qwen2ForCausalLM").match("visual.blocks.3.attn.qkv.weight")
+
+
+def test_a_file_that_does_not_say_whether_the_output_layer_is_the_embedding_means_what_transformers_takes_it_for():
+    transformers = pytest.importorskip("transformers")
+    for family in FAMILIES:
+        for architecture in family.architectures:
+            expected = getattr(transformers, architecture).config_class().tie_word_embeddings
+            for ending in ("ForCausalLM", "ForSequenceClassification"):
+                name = architecture.replace("ForCausalLM", ending)
+                assert is_tied(HfConfig({"architectures": [name]}, "config.json")) == expected, name
+    assert not is_tied(HfConfig({"architectures": ["Gemma3ForCausalLM"], "tie_word_embeddings": False}, "config.json"))
 
 
 @pytest.mark.slow

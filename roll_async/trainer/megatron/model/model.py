@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from roll_async.checkpoint.folders.hf_folder import HfFolder
-from roll_async.checkpoint.hf_names.families import family_for
+from roll_async.checkpoint.hf_names.families import family_for, is_tied
 from roll_async.checkpoint.hf_names.table import Match
 from roll_async.checkpoint.hf_names.value_head import VALUE_HEAD
 from roll_async.checkpoint.lora import merged
@@ -83,7 +83,7 @@ class HfBackedModel:
         # A reward model's layers are those of its language model; its head becomes the critic's.
         self._family = family_for(self._hf.config)
         self.config = transformer_config(self._hf.config, self._family, settings)
-        self.tied = self._hf.config.flag("tie_word_embeddings") and not settings.with_value_head
+        self.tied = is_tied(self._hf.config) and not settings.with_value_head
         self.heads = HeadLayout.of(self._hf.config)
         self.flops = model_flops(self._hf.config, settings)
         torch.manual_seed(settings.seed)

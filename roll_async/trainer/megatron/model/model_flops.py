@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from roll_async.checkpoint.folders.hf_config import HfConfig
+from roll_async.checkpoint.hf_names.families import is_tied
 from roll_async.checkpoint.hf_names.table import delta_layers
 from roll_async.checkpoint.transforms import HeadLayout
 from roll_async.trainer.megatron.memory_estimate import fields_of, matrices_of
@@ -56,7 +57,7 @@ def model_flops(model: HfConfig, settings: MegatronSettings) -> ModelFlops:
         if matrix.name not in _NOT_MULTIPLIED:
             met = min(matrix.copies, model.integer("num_experts_per_tok")) if matrix.is_expert else matrix.copies
             per_token += 2 * matrix.rows * matrix.columns * met
-    if model.flag("tie_word_embeddings") and not settings.with_value_head:
+    if is_tied(model) and not settings.with_value_head:
         # `matrices_of` counts a tied head once, as the embedding; tokens are multiplied with it all the same.
         per_token += 2 * model.integer("vocab_size") * model.integer("hidden_size")
     if fields.get("multi_latent_attention"):
