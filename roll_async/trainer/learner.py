@@ -182,7 +182,8 @@ class Learner:
             value_rows = ValueRows(
                 tokens=batch.tokens,
                 lengths=batch.lengths,
-                mask=batch.mask,
+                # Other rows have no score, which would count as a return of 0.
+                mask=batch.mask & self._part(batch, "policy")[:, None],
                 old_values=values,
                 returns=signal.returns,
                 images=batch.images,
@@ -291,6 +292,8 @@ class Learner:
         options = self._options
         scores, baselines, metrics = self._shaped_scores(batch)
         batch = replace(batch, baseline_scores=baselines)
+        # Before staleness and sample masks: tokens that they take out still count in the statistics.
+        policy = batch.mask & self._part(batch, "policy")[:, None]
         # None: the estimator takes the score of the trajectory.
         token_rewards = None if batch.turns is None else credit.token_rewards(batch, scores)
         if self._algorithm.token_kl_coef > 0:
@@ -303,8 +306,8 @@ class Learner:
                 coefficient=self.state.token_kl_coef,
                 estimator=self._algorithm.kl_estimator,
             )
-            observed = kl_estimate(logprobs_BT=known, ref_logprobs_BT=reference, mask_BT=batch.mask, estimator="k1")
-            metrics["kl/reference"] = float(masked_mean(values_BT=observed, mask_BT=batch.mask))
+            observed = kl_estimate(logprobs_BT=known, ref_logprobs_BT=reference, mask_BT=policy, estimator="k1")
+            metrics["kl/reference"] = float(masked_mean(values_BT=observed, mask_BT=policy))
         if self._algorithm.adv_estimator == "gdpo":
             evidence = replace(evidence, reward_parts=self._reward_parts(batch, scores))
         elif self._algorithm.adv_estimator == "rae":
@@ -317,8 +320,6 @@ class Learner:
             rewards=token_rewards,
             evidence=evidence,
         )
-        # Before staleness and sample masks: tokens that they take out still count in the statistics.
-        policy = batch.mask & self._part(batch, "policy")[:, None]
         if self._algorithm.whiten_advantages:
             advantages = whiten(values_BT=advantages, mask_BT=policy)
         # After whitening, so that the limit bounds what the loss gets; distillation has its own coefficient.

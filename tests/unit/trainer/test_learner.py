@@ -502,6 +502,17 @@ def test_with_a_critic_values_are_the_baseline_and_are_trained_too(build):
     assert trial.report.metrics["critic/loss"] == 0.5
 
 
+def test_supervised_rows_have_no_value_to_learn_and_no_distance_from_the_reference_to_report(build):
+    shown = build.prompt(domain="demos")
+    given = build.group(1, prompt=shown, samples=(build.sample(shown, (9, 9, 9), score=0.0),))
+    away = torch.tensor([[-0.1], [-0.1], [-9.0]])
+    trial = Trial(critic=True, adv_estimator="gae", reference=away, token_kl_coef=0.1, domains=("math", "demos"),
+                  loss_parts={"demos": "cross_entropy"})  # fmt: skip
+    trial.step([build.group(0, scores=(1.0, 0.0)), given])
+    assert trial.critic.rows[0].mask.sum(-1).tolist() == [2, 2, 0]
+    assert trial.report.metrics["kl/reference"] == pytest.approx(0.1)
+
+
 def test_every_role_is_given_the_images_of_each_row(build):
     image = Image(data=b"a file", grid=(1, 2))
     seen = replace(build.prompt(ids=(5, 6)), images=(image,))
