@@ -256,6 +256,17 @@ def test_a_step_whose_gradient_is_no_number_leaves_the_weights_and_many_of_them_
         worker.update_policy(poisoned, 20)
 
 
+def test_a_step_without_a_token_to_train_is_none_not_even_by_the_momentum_of_others(start, tmp_path):
+    worker = start(model_folder(tmp_path / "in", tied=True))
+    _, policy = batch()
+    worker.update_policy(policy, 1)
+    before = {name: tensor.clone() for name, tensor in worker.export_named_tensors()}
+    nothing = dataclasses.replace(policy, mask=torch.zeros_like(policy.mask))
+    for step in range(2, 3 + MOST_SKIPPED):
+        assert worker.update_policy(nothing, step)["trainer/skipped_steps"] == 1
+    assert all(torch.equal(tensor, before[name]) for name, tensor in worker.export_named_tensors())
+
+
 def test_a_batch_without_any_advantage_takes_its_step(start, tmp_path):
     rows, policy = batch()
     worker = start(model_folder(tmp_path / "in", tied=True))

@@ -330,8 +330,11 @@ class MegatronWorker:
         losses, parts = self._runner.run(batches, loss_for(mini_batch.denominators), forward_only=False)
         on_device = nullcontext() if self._host_state is None else self._host_state.on_device()
         stepped, grad_norm = False, None
+        # Of the whole mini-batch, so that all ranks go the same way.
+        if not any(counts.global_tokens for counts in mini_batch.denominators.values()):
+            pass  # Adam would move the weights all the same, by its momentum and the decay
         # The scaler of fp16 looks itself, and goes down.
-        if self._model.config.fp16 or gradients_are_finite(self._network):
+        elif self._model.config.fp16 or gradients_are_finite(self._network):
             with cpu_shim.cuda_type_names(), on_device:
                 stepped, grad_norm, _ = self._optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]  # base: None
             self._skipped = 0
