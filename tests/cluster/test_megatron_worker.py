@@ -348,6 +348,18 @@ def test_three_steps_save_load_three_steps_equal_six_steps_bit_for_bit(start, tm
     assert [other.update_policy(policy, step) for step in range(4, 7)] == straight
 
 
+def test_a_step_that_was_skipped_is_none_of_adams_after_a_resume_either(start, tmp_path):
+    folder, (_, policy) = model_folder(tmp_path / "in", tied=True), batch()
+    worker = start(folder)
+    worker.update_policy(policy, 1)
+    worker.update_policy(dataclasses.replace(policy, mask=torch.zeros_like(policy.mask)), 2)
+    worker.save(str(tmp_path / "step_2"), 2, b"")
+    straight = [worker.update_policy(policy, step) for step in (3, 4)]
+    other = start(folder)
+    other.load(str(tmp_path / "step_2"))
+    assert [other.update_policy(policy, step) for step in (3, 4)] == straight
+
+
 OPTIMIZER_KEYS = (
     "learning_rate=0.002", "lr_scheduler_type=linear", "lr_scheduler_type=cosine", "warmup_steps=2", "weight_decay=0.1",
     "adam_beta1=0.5", "adam_beta2=0.9", "adam_epsilon=0.001", "max_grad_norm=0.01", "ppo_epochs=2",

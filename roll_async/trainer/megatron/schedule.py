@@ -20,13 +20,12 @@ class Schedule:
         self._settings = settings
         self._position = 0.0
         self.optimizer_steps = 0
-        """Steps taken, which Adam's bias correction counts."""
+        """Steps taken, which Adam's bias correction counts: those that are skipped pass, but are none."""
 
     def rates(self, num_steps: int) -> list[float]:
         """The learning rate of each optimizer step of an update, which begins now."""
         planned, start = self._settings.steps_per_update, self._position
         self._position += planned
-        self.optimizer_steps += num_steps
         return [learning_rate_at(start + i * planned / num_steps, self._settings) for i in range(num_steps)]
 
     def state(self) -> dict[str, float]:

@@ -337,6 +337,7 @@ class MegatronWorker:
         elif self._model.config.fp16 or gradients_are_finite(self._network):
             with cpu_shim.cuda_type_names(), on_device:
                 stepped, grad_norm, _ = self._optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]  # base: None
+            self._schedule.optimizer_steps += stepped
             self._skipped = 0
         else:
             self._skip()

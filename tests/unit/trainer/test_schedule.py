@@ -75,7 +75,7 @@ def test_a_critic_is_counted_by_its_own_mini_batches_and_takes_no_epochs():
 def test_a_resumed_run_goes_on_where_it_was(number):
     schedule = Schedule(PLAN)
     for _ in range(6):
-        schedule.rates(number)
+        schedule.optimizer_steps += len(schedule.rates(number))
     again = Schedule(PLAN)
     again.restore(schedule.state(), training_step=6)
     assert (again.optimizer_steps, again.rates(number)) == (6 * number, schedule.rates(number))
