@@ -20,6 +20,7 @@ from roll_async.agents.messages import ChatDigest, Message, TurnReply, TurnReque
 from roll_async.agents.rendering import Renderer, SampledTurn
 from roll_async.agents.turn_handler import BadRequest, TurnHandler
 from roll_async.observe.thoughts import Thought, opening_at_end, thought_of
+from roll_async.prompts.tokenizer import without_stop
 from roll_async.prompts.tool_calls import ToolCall
 from roll_async.rollout.trace_tree import TraceTree
 from roll_async.schema import Completion, FinishReason, GenerateRequest, Outcome, SamplingParams
@@ -137,7 +138,7 @@ class Session(TurnHandler):
         if completion.finish_reason is FinishReason.ABORT:
             raise self._end_with(Outcome.CANCELLED, "the request was aborted")
         node = tree.add_turn(parent, completion, started_s=started_s)
-        return await self._reply(request, plan, node, completion, len(prompt))
+        return await self._reply(request, plan, node, completion, asked)
 
     async def count_tokens(self, request: TurnRequest) -> int:
         """Tokens of the prompt that a turn would have; nothing is recorded."""
@@ -196,11 +197,12 @@ class Session(TurnHandler):
         return _Plan(parent, new_ids, rendered.text, (), reason if self.tree.nodes else None, digest, tools)
 
     async def _reply(
-        self, request: TurnRequest, plan: _Plan, node: int, completion: Completion, prompt_tokens: int
+        self, request: TurnRequest, plan: _Plan, node: int, completion: Completion, asked: GenerateRequest
     ) -> TurnReply:
-        ids = completion.token_ids
-        text, thought, content, found = await self._off_loop(
-            lambda: self._read(ids, plan.before, request.tools), len(ids) > _INLINE_CHARACTERS
+        ids, sampling = completion.token_ids, asked.sampling
+        stops = () if sampling.include_stop_str_in_output else sampling.stop_strings
+        said, text, thought, content, found = await self._off_loop(
+            lambda: self._read(ids, plan.before, request.tools, stops), len(ids) > _INLINE_CHARACTERS
         )
         number = f"{self.name}+{node}"
         good = [call for call in found if not call.problem]
@@ -213,26 +215,29 @@ class Session(TurnHandler):
             content=content,
             tool_calls=calls,
             finish_reason=finish,
-            prompt_tokens=prompt_tokens,
+            prompt_tokens=len(asked.prompt_token_ids),
             completion_tokens=len(ids),
             node=node,
             problems=tuple(call for call in found if call.problem),
-            thought=text[: len(text) - len(thought.rest)],
+            thought=text[: len(said) - len(thought.rest)],
             unfinished_thought=thought.unfinished,
         )
         self.newest = request.messages, text
-        turn = SampledTurn(len(request.messages), text, plan.before)
+        turn = SampledTurn(len(request.messages), said, plan.before)
         last = ids[-1] if ids else None
         self._recorded[plan.digest.then(reply.message)] = _Recorded(node, (*plan.turns, turn), plan.tools, last)
         return reply
 
     def _read(
-        self, ids: array, before: str, tools: Sequence[Mapping[str, object]]
-    ) -> tuple[str, Thought, str, list[ToolCall]]:
-        text, calls = self._renderer.said(ids), self._renderer.calls
+        self, ids: array, before: str, tools: Sequence[Mapping[str, object]], stops: Sequence[str]
+    ) -> tuple[str, str, Thought, str, list[ToolCall]]:
+        """(what was sampled, that without its stop string, its thought, what it says beside calls, its calls)."""
+        said, last, calls = self._renderer.said(ids), self._renderer.said(ids[-1:]), self._renderer.calls
         opened = opening_at_end(before, calls.thoughts)
-        # Also of a turn that was cut: clients are told of the call that it began.
-        return text, thought_of(opened, text, calls.thoughts), *calls.read(text, tools, opened=opened)
+        # Also of a turn that was cut: clients are told of the call that it began. A stop string may end a call.
+        content, found = calls.read(said, tools, opened=opened)
+        text, content = (without_stop(one, last, stops) for one in (said, content))
+        return said, text, thought_of(opened, said, calls.thoughts), content, found
 
     async def _off_loop(self, work: Callable[[], T], is_long: bool) -> T:
         if self._executor is None or not is_long:

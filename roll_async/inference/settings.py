@@ -110,6 +110,12 @@ class EngineSettings:
 TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
+def unshown_stops(config: PipelineConfig) -> tuple[str, ...]:
+    """Stop strings that are no part of an answer, of training and of validations."""
+    cut = (args.stop_strings for args in _all_generating_args(config) if not args.include_stop_str_in_output)
+    return tuple(dict.fromkeys(stop for stops in cut for stop in stops))
+
+
 def _all_generating_args(config: PipelineConfig) -> list[GeneratingArguments]:
     # An engine is started once, for training and for every validation.
     return [config.actor_infer.generating_args, *config.validation_sampling.values()]

@@ -18,6 +18,7 @@ from roll_async.buffer.errors import after_start
 from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig, WorkerConfig
 from roll_async.config.schema_rollout import MAIN_SET
 from roll_async.inference.endpoint import ChatEndpoint, EndpointOptions, Refused
+from roll_async.inference.settings import unshown_stops
 from roll_async.launch.roles import loading_weights, start_without_training
 from roll_async.launch.rollout import data_options, held_out_of
 from roll_async.observe.thoughts import marks_of
@@ -179,7 +180,7 @@ class Report:
 
     def __init__(self, config: PipelineConfig) -> None:
         self._tokenizer = load_tokenizer(config.pretrain)
-        self._answers = batch_decoder(self._tokenizer, EndMarks.of(self._tokenizer).ids)
+        self._answers = batch_decoder(self._tokenizer, EndMarks.of(self._tokenizer).ids, unshown_stops(config))
         self._samples: list[Mapping[str, object]] = []
 
     def add(self, held_out: HeldOut, answered: Sequence[Answered]) -> None:

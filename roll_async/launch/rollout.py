@@ -26,6 +26,7 @@ from roll_async.cluster.roles.reward_group import HostPlan, RayScorer
 from roll_async.cluster.roles.trainer_group import RayTrainerGroup
 from roll_async.config.schema import AgenticConfig, DataArguments, PipelineConfig, RLVRConfig
 from roll_async.inference.endpoint import ChatEndpoint, EndpointOptions
+from roll_async.inference.settings import unshown_stops
 from roll_async.launch.agents import agent_parts, group_options, training_tasks, validation_tasks
 from roll_async.launch.engines import ReplicaStarter
 from roll_async.launch.scaling import follow_requests
@@ -233,6 +234,7 @@ async def start_scorer(config: RLVRConfig, stack: AsyncExitStack) -> RayScorer:
         rewards={name: r for name, r in config.rewards.items() if name not in config.loss_parts},
         tokenizer_folder=config.pretrain,
         env=config.system_envs,
+        stops=unshown_stops(config),
         rpc_timeout_s=config.fault.rpc_timeout,
     )
     scorer = await RayScorer.start(plan)

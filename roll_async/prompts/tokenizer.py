@@ -232,9 +232,12 @@ class Opening:
         return array("i") if not text or text.lstrip().startswith(self._first) else self._ids
 
 
-def batch_decoder(tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int]) -> BatchDecode:
+def batch_decoder(
+    tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int], stops: Sequence[str] = ()
+) -> BatchDecode:
     """What decodes answers, without special tokens other than those that mark thoughts, and without the end mark that
-    was sampled, which may be another kind of token; as small as it can be, since it is sent to other processes.
+    was sampled, which may be another kind of token, or the one of `stops` that ended it; as small as it can be, since
+    it is sent to other processes.
 
     Most tokenizers decode by their Rust part alone. A process that gets only this part needs no transformers, whose
     import takes two seconds and 100 MB.
@@ -249,11 +252,30 @@ def batch_decoder(tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int]) 
         decode = partial(tokenizer.backend_tokenizer.decode_batch, skip_special_tokens=True)
     if marks := _special_thought_tokens(tokenizer):
         decode = partial(_decode_with_marks, decode, marks)
-    return partial(_decoded, decode, frozenset(end_ids))
+    return partial(_decoded, decode, frozenset(end_ids), stops)
 
 
-def _decoded(decode: BatchDecode, end_ids: Collection[int], answers: list[list[int]]) -> Sequence[str]:
-    return decode([ids[:-1] if ids and ids[-1] in end_ids else ids for ids in answers])
+def _decoded(
+    decode: BatchDecode, end_ids: Collection[int], stops: Sequence[str], answers: list[list[int]]
+) -> Sequence[str]:
+    texts = decode([ids[:-1] if ids and ids[-1] in end_ids else ids for ids in answers])
+    if not stops:
+        return texts
+    last = decode([[token for token in ids[-1:] if token not in end_ids] for ids in answers])
+    return [without_stop(text, end, stops) for text, end in zip(texts, last, strict=True)]
+
+
+def without_stop(text: str, last: str, stops: Sequence[str]) -> str:
+    """An answer, cut before the stop string that ended it. `last`: the text of its last token, in which that one ends:
+    an earlier turn of the same text may hold one, too; empty: of an end mark.
+
+    >>> without_stop("so 4</a>.", ">.", ("</a>",))
+    'so 4'
+    """
+    if not last:
+        return text
+    found = (text.find(stop, max(0, len(text) - len(last) - len(stop))) for stop in stops)
+    return text[: min((at for at in found if at >= 0), default=len(text))]
 
 
 def _special_thought_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:

@@ -131,6 +131,8 @@ class HostPlan:
     env: Mapping[str, str]
     rpc_timeout_s: float
     """Seconds of one call, the start included."""
+    stops: tuple[str, ...] = ()
+    """Stop strings that are no part of an answer."""
 
     async def start(self, attempt: int) -> ActorHandle:
         """Start the reward workers. Raises ValueError for a reward that can not be built or a model folder without a
@@ -146,7 +148,7 @@ class HostPlan:
             with starting("rewards", "tokenizer"):  # while the process starts
                 tokenizer = await asyncio.to_thread(load_tokenizer, self.tokenizer_folder)
             # Marks that only a template has are special tokens, which are left out anyway.
-            decoder = batch_decoder(tokenizer, EndMarks.of(tokenizer).ids)
+            decoder = batch_decoder(tokenizer, EndMarks.of(tokenizer).ids, self.stops)
             with starting("rewards", "workers"):
                 await self.calls(host).start(decoder, marks_of(tokenizer))
         except BaseException:  # also when cancelled: the process must not be left

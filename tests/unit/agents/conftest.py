@@ -59,6 +59,9 @@ def make_tokenizer(template=QWEN):
 class ScriptedPolicy:
     """Samples the texts it is given, in order, encoded at random (as a policy does: not as the tokenizer would)."""
 
+    closes = True
+    """A turn ends with the end mark; else with a stop string."""
+
     def __init__(self, tokenizer, texts, delay_s=0.0):
         self._tokenizer, self._texts, self._delay_s = tokenizer, list(texts), delay_s
         self._rng = random.Random(0)
@@ -80,7 +83,7 @@ class ScriptedPolicy:
         text = self._texts.pop(0)
         if isinstance(text, Exception):
             raise text
-        ids = array("i", self._ids(text) + [self._tokenizer.eos_token_id])
+        ids = array("i", self._ids(text) + [self._tokenizer.eos_token_id] * self.closes)
         reason = FinishReason.STOP
         if len(ids) > request.sampling.max_new_tokens:
             ids, reason = ids[: request.sampling.max_new_tokens], FinishReason.LENGTH

@@ -374,6 +374,22 @@ def test_in_training_the_run_says_how_turns_are_sampled_and_elsewhere_the_reques
     )
 
 
+def test_a_reply_ends_before_its_stop_string_unless_the_run_shows_it_and_its_tokens_stay(sessions, request_of, exact):
+    for shown, content in ((False, "the "), (True, "the ab")):
+        sampling = SamplingParams(max_new_tokens=99, stop_strings=("ab",), include_stop_str_in_output=shown)
+        session, policy, _ = sessions(["the ab", "b"], sampling=sampling)
+        policy.closes = False
+
+        async def work(session=session):
+            first = await session.turn(request_of(("user", "hello")))
+            chat = ("user", "hello"), ("assistant", first.content), ("user", "x")
+            return first, await session.turn(request_of(*chat))
+
+        first, second = asyncio.run(work())
+        assert (first.text, first.content, first.answer) == (content,) * 3 and second.text == "b"
+        assert exact(session, policy)[0].num_turns == 2 and not session.tree.branches
+
+
 def test_remembered_replies_are_bounded_in_number_and_in_size(request_of):
     class Saying(TurnHandler):
         asked = 0

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from roll_async.config.api import load
+from roll_async.inference.settings import unshown_stops
 from roll_async.launch import rollout
 from roll_async.launch.evaluation import Report
 from roll_async.pipelines.validation import HeldOut
@@ -100,10 +101,11 @@ def test_rewards_read_an_answer_without_its_end_mark(ends_in_a_word, monkeypatch
     started = SimpleNamespace(remote=lambda rewards: object())
     monkeypatch.setattr(reward_group, "RewardHost", SimpleNamespace(options=lambda **_: started))
     monkeypatch.setattr(reward_group.HostPlan, "calls", lambda *_: Calls())
-    plan = reward_group.HostPlan(rewards={}, tokenizer_folder=folder, env={}, rpc_timeout_s=5.0)
+    plan = reward_group.HostPlan(rewards={}, tokenizer_folder=folder, env={}, rpc_timeout_s=5.0, stops=(" 4",))
     asyncio.run(plan.start(0))
     ids, texts = answers_of(tokenizer)
     assert list(given[0](ids)) == texts
+    assert list(given[0]([tokenizer.encode("so 4")])) == ["so"]
 
 
 def test_the_samples_of_an_evaluation_are_shown_without_their_end_marks(ends_in_a_word, build):
@@ -113,3 +115,10 @@ def test_the_samples_of_an_evaluation_are_shown_without_their_end_marks(ends_in_
     samples = [build.sample(prompt, ids=tuple(one)) for one in ids]
     report.add(HeldOut("", [prompt], SamplingParams(max_new_tokens=9)), [(prompt, samples)])
     assert [record["response"] for record in report.evaluation({}).samples] == texts
+
+
+def test_an_answer_keeps_its_stop_string_where_the_config_says_so():
+    keys = "actor_infer.generating_args.stop_strings=[a]", "validation.generating_args.stop_strings=[b,a]"
+    shown = "actor_infer.generating_args.include_stop_str_in_output=true"
+    for given, expected in ((keys, ("a", "b")), ((*keys, shown), ("b", "a")), ((keys[0], shown), ())):
+        assert unshown_stops(load("configs/rlvr_config_async_cpu.yaml", given, "rlvr")) == expected

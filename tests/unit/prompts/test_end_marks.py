@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 from roll_async.prompts.end_marks import EndMarks, leading_marks
 from roll_async.prompts.load import DataOptions, load_prompts
 from roll_async.prompts.rows import Columns
-from roll_async.prompts.tokenizer import batch_decoder, load_tokenizer
+from roll_async.prompts.tokenizer import batch_decoder, load_tokenizer, without_stop
 from tests.family_tokenizers import FAMILIES, end_ids_of, make_family, save_family
 
 CLOSES = {
@@ -99,6 +99,13 @@ def test_what_a_reward_reads_ends_before_the_mark_also_where_that_is_no_special_
     end = tokenizer.convert_tokens_to_ids("</tool_call>")  # an added token that is not special
     answers = [[*tokenizer.encode("a"), end], [*tokenizer.encode("</tool_call>b"), tokenizer.eos_token_id], []]
     assert list(batch_decoder(tokenizer, (end, tokenizer.eos_token_id))(answers)) == ["a", "</tool_call>b", ""]
+
+
+def test_a_stop_string_that_ended_an_answer_is_cut_off_and_one_of_an_earlier_turn_is_not():
+    tokenizer = make_family("qwen-3")
+    answers = [tokenizer.encode(text) for text in ("so 4</a>", "<a>1</a> is 4", "", "4 STOP.")]
+    assert list(batch_decoder(tokenizer, (), ("</a>", "STOP."))(answers)) == ["so 4", "<a>1</a> is 4", "", "4 "]
+    assert [without_stop("4\n\n", "\n\n", stops) for stops in (("\n", "\n\n"), ("4\n",))] == ["4", ""]
 
 
 def load(folder, template, *, content="2+2?", **more):
