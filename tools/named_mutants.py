@@ -256,7 +256,7 @@ NAMED: tuple[tuple[str, str, str, str], ...] = (
     ("a retry is known by its id alone", "agents/gateway/server.py",
      'return f"{name} {value} {digest}", True', 'return f"{name} {value}", True'),
     ("replies without bound", "agents/turn_handler.py",
-     "            self._forget_old()\n", ""),
+     "                self._forget_old()\n", ""),
     ("replies without bound in number", "agents/turn_handler.py",
      "len(self._replies) > _REMEMBERED_REPLIES or (size", "(size"),
     ("replies without bound in size", "agents/turn_handler.py",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
@@ -48,6 +49,8 @@ class TurnHandler(ABC):
         self._running: set[asyncio.Future[TurnReply]] = set()
         self._awaited: dict[str, asyncio.Future[TurnReply]] = {}
         """Those of them whose request has a key."""
+        self._failed: Counter[str] = Counter()
+        """Number of turns that failed and were not asked for again, by key."""
         self._num_turns = 0
         self._started_s: float | None = None
 
@@ -61,7 +64,7 @@ class TurnHandler(ABC):
 
     @property
     def num_turns(self) -> int:
-        """Number of requested turns."""
+        """Number of requested turns, without those that failed."""
         return self._num_turns
 
     async def turn(self, request: TurnRequest, key: str | None = None, replay: bool = True) -> TurnReply:
@@ -73,9 +76,13 @@ class TurnHandler(ABC):
         """
         running = None
         if key is not None and replay:
-            if key in self._replies:
+            if self._failed[key]:
+                # A reply that is there, or on its way, is of a request that ran beside the one that comes again.
+                self._failed -= Counter((key,))
+            elif key in self._replies:
                 return self._replies[key]
-            running = self._awaited.get(key)
+            else:
+                running = self._awaited.get(key)
         # A turn that failed has no reply to repeat: it is sampled anew.
         if running is None or running.done():
             running = asyncio.ensure_future(self._limited(request))
@@ -100,9 +107,13 @@ class TurnHandler(ABC):
         # A newer turn may have the same key.
         if key is not None and self._awaited.get(key) is turn:
             del self._awaited[key]
-        if not turn.cancelled() and turn.exception() is None and key is not None:
-            self._replies[key] = turn.result()
-            self._forget_old()
+        if not turn.cancelled() and key is not None:
+            error = turn.exception()
+            if error is None:
+                self._replies[key] = turn.result()
+                self._forget_old()
+            elif not isinstance(error, BadRequest | TrajectoryEnded):
+                self._failed[key] += 1
         self._active()
 
     def _forget_old(self) -> None:
@@ -140,13 +151,13 @@ class TurnHandler(ABC):
             # One deadline for all turns, counted from the first.
             async with asyncio.timeout_at(self._started_s + self._max_seconds) as limit:
                 return await self._sample_turn(request, loop.time())
-        except BadRequest:
-            self._num_turns -= 1
-            raise
         except TimeoutError:
             if not limit.expired():  # a time-out of something inside
                 raise
             raise self._end_with(Outcome.TRUNCATED_TIME, f"the limit of {self._max_seconds:g} s is reached") from None
+        except (BadRequest, RuntimeError, OSError):  # of the client and of the engines: no turn of the model
+            self._num_turns -= 1
+            raise
 
     def _end_with(self, outcome: Outcome, reason: str) -> TrajectoryEnded:
         self.stop(outcome, reason)

@@ -217,7 +217,21 @@ def test_an_engine_that_fails_is_an_error_that_may_be_tried_again(sessions, exac
         assert (await post(http, endpoint, "/chat/completions", body, **key))[0] == 503
         assert (await post(http, endpoint, "/chat/completions", body, **key))[0] == 200
 
-    _, session, policy = served(work, [RuntimeError("lost"), "ab"], sessions)
+    _, session, policy = served(work, [RuntimeError("lost"), "ab"], sessions, max_turns=1)
+    exact(session, policy)
+    assert session.num_turns == 1, "the engine's failures are no turns of the model"
+
+
+def test_a_retry_of_what_failed_is_sampled_anew_beside_the_reply_to_the_same_body(sessions, exact):
+    async def work(http, endpoint, gateway, session):
+        body, counted = chat(("user", "1")), "x-stainless-retry-count"
+        first = await asyncio.gather(*(post(http, endpoint, "/chat/completions", body, **{counted: "0"}) for _ in "ab"))
+        (_, good), (_, failed) = sorted(first, key=lambda reply: reply[0])
+        assert "error" in failed
+        found = [await post(http, endpoint, "/chat/completions", body, **{counted: count}) for count in "12"]
+        assert good["id"] != found[0][1]["id"] == found[1][1]["id"]
+
+    _, session, policy = served(work, [RuntimeError("lost"), "ab", "the"], sessions)
     exact(session, policy)
 
 
