@@ -165,7 +165,7 @@ def _next_turn(name, tokenizer, said, follow_up, mark="", tools=()):
 
 def _after_call(name, tokenizer, written):
     form, example = (HERMES, HERMES_EXAMPLE) if written is None else (written.form, written.example)
-    assert len(form.read(example, [PROBE_TOOL])[1]) == 1
+    assert len(form.read(example)[1]) == 1
     head = {"glm-4.5": FIRST["glm-4.5"], "deepseek-r1": "hm</think>"}.get(name, "")
     return _next_turn(name, tokenizer, head + example, tool("42"), _after_a_call(name), [PROBE_TOOL])
 

@@ -235,7 +235,7 @@ class Session(TurnHandler):
         said, last, calls = self._renderer.said(ids), self._renderer.said(ids[-1:]), self._renderer.calls
         opened = opening_at_end(before, calls.thoughts)
         # Also of a turn that was cut: clients are told of the call that it began. A stop string may end a call.
-        content, found = calls.read(said, tools, opened=opened)
+        content, found = calls.read(said, tools, opened=opened) if tools else (said, [])
         text, content = (without_stop(one, last, stops) for one in (said, content))
         return said, text, thought_of(opened, said, calls.thoughts), content, found
 

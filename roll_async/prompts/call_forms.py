@@ -149,11 +149,11 @@ class BareCalls(CallFormat):
         if found is None:
             return None
         name = found["name"] if self._has_head else ""
+        if name and kinds and name not in kinds:
+            return None  # an answer
         try:
             value, end = decoded(text, found.end())
         except ValueError as error:
-            if name and kinds and name not in kinds:
-                return None  # an answer
             return len(text), ToolCall(name="", problem=f"the call is not valid JSON ({error})")
         if name:
             return end, call_with(name, value)

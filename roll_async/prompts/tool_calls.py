@@ -259,8 +259,8 @@ def kinds_of(tools: Sequence[Mapping[str, object]]) -> Kinds:
         described = tool.get("function")
         parameters = described.get("parameters") if isinstance(described, Mapping) else None
         properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-        if isinstance(described, Mapping) and isinstance(properties, Mapping):
-            found[str(described.get("name"))] = properties
+        if isinstance(described, Mapping):
+            found[str(described.get("name"))] = properties if isinstance(properties, Mapping) else {}
     return found
 
 

@@ -118,6 +118,7 @@ def test_streams_carry_the_same_turn(sessions, exact):
         assert "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks if c["choices"]) == "ab the"
         assert chunks[-1]["usage"]["completion_tokens"] > 0
         body = {"model": "m", "max_tokens": 200, "messages": [{"role": "user", "content": "2"}], "stream": True}
+        body["tools"] = [{"name": "add", "input_schema": {"type": "object"}}]
         _, text = await post(http, endpoint, "/messages", body)
         found = events(text)
         assert [e["type"] for e in found][0] == "message_start" and found[-1]["type"] == "message_stop"

@@ -61,6 +61,19 @@ def test_tool_calls_that_a_client_writes_in_its_own_way_still_continue(sessions,
     assert said.count("<|im_end|>") == 4 and not session.tree.branches and row.num_turns == 2
 
 
+def test_what_looks_like_a_call_is_the_text_of_a_turn_that_was_offered_no_tools(sessions, request_of, exact):
+    written = 'I add <tool_call>\n{"name": "add"}\n</tool_call>'
+    session, policy, _ = sessions([written, "3"])
+
+    async def work():
+        first = await session.turn(request_of(("user", "1+2")))
+        assert (first.content, first.tool_calls, first.finish_reason) == (written, (), "stop")
+        await session.turn(request_of(("user", "1+2"), ("assistant", first.content), ("user", "x")))
+
+    asyncio.run(work())
+    assert len(exact(session, policy)) == 1 and not session.tree.branches
+
+
 @pytest.mark.parametrize(
     ("second", "reason"),
     [

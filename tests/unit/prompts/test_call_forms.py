@@ -357,6 +357,11 @@ def test_variants_of_a_family_are_read(family, text, calls):
     assert BY_FAMILY[family].read(text)[1] == calls_of(*calls)
 
 
+def test_a_line_before_json_that_names_no_offered_function_is_an_answer():
+    for text, calls in (("Result:\n{}", []), ("Result\n{}", []), ("now\n{}", [("now", {})])):
+        assert BY_FAMILY["GLM-4"].read(text, [{"type": "function", "function": {"name": "now"}}])[1] == calls_of(*calls)
+
+
 def template(turn, *, several="{% for c in m.tool_calls %}", offers=True, raises=""):
     """A chat template whose turns with calls are `turn` for each of them, `c.function`."""
     return (
@@ -431,7 +436,7 @@ def test_the_form_of_a_template_is_found_by_reading_back_what_it_writes(family):
     assert found.as_text == family.startswith("DeepSeek") and (found.id_of is plain_id) == (family != "Kimi-K2")
     calls = calls_of(WEATHER, TIME)
     written = render([{"role": "user", "content": "?"}, found.message("", calls, 0)]).partition("?<end><assistant>")[2]
-    tools = [PROBE_TOOL, schema()]
+    tools = [PROBE_TOOL, *({"type": "function", "function": {"name": call.name}} for call in calls)]
     assert found.form.read(written.removesuffix("<end><assistant>"), tools)[1] == calls
     assert [c.name for c in found.form.read(found.example)[1]] == ["function_name"]
     assert found.form.read(found.example)[1] == calls_of(("function_name", {"argument_name": "value"}))
