@@ -11,6 +11,7 @@ import json
 import os
 import socket
 import threading
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 
 from roll_async.envs.protocol import GraderFailed, World, answer_of
@@ -29,12 +30,15 @@ class Worlds:
     def __init__(self, channel: socket.socket) -> None:
         self._channel, self._lock = channel, threading.Lock()
         self._worlds: dict[int, World] = {}
+        self._closed: set[int] = set()
+        self._busy: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
+        """By world, which does one thing at a time: a close waits for the step of a cancelled trajectory."""
 
     def handle(self, line: bytes) -> None:
         """Execute one request and return its answer."""
         request = json.loads(line)
         try:
-            with border(GraderFailed):
+            with border(GraderFailed), self._busy[request["world"]]:
                 text = json.dumps({"id": request["id"], **self._do(request)})
                 if len(text) >= LINE_BYTES:
                     raise ValueError(f"text and info are {len(text)} bytes as JSON, {LINE_BYTES} are allowed")
@@ -50,6 +54,8 @@ class Worlds:
     def _do(self, request: dict) -> dict:
         number, op = request["world"], request["op"]
         match op:
+            case "reset" if number in self._closed:
+                raise ValueError("the world is closed")  # a thread may have overtaken its own
             case "reset":
                 if number not in self._worlds:
                     world = build(WorldSpec(env_type=request["env_type"], values=request["values"]))
@@ -58,6 +64,8 @@ class Worlds:
             case "step":
                 return answer_of(op, self._worlds[number].step(request["action"]))
             case "close":
+                self._closed.add(number)
+                self._busy.pop(number, None)
                 if (world := self._worlds.pop(number, None)) is not None:
                     world.close()
                 return {}

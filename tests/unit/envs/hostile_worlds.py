@@ -82,6 +82,37 @@ class Hostile:
         pass
 
 
+class Slowly:
+    """Says to a file what it does, and when it has done it."""
+
+    def __init__(self, options):
+        self._path = options.path
+
+    def _say(self, word):
+        with open(self._path, "a") as file:
+            file.write(word)
+
+    def _work(self):
+        self._say("begins ")
+        time.sleep(0.3)
+        self._say("ends ")
+
+    def reset(self, *, seed=None, options=None):
+        self._work()
+        return "x", {}
+
+    def step(self, action):
+        self._work()
+        return "x", 0.0, False, False, {}
+
+    def close(self):
+        self._say("closed ")
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options:
+        path: str
+
+
 class InLoop(Hostile):
     """The same in the event loop."""
 

@@ -1,7 +1,9 @@
 """Worlds in worker processes: hung, crashing, raising ones harm nobody else."""
 
 import asyncio
+import json
 import os
+import socket
 import sys
 import time
 from pathlib import Path
@@ -12,6 +14,7 @@ from roll_async.config.user_code import FOLDERS_VARIABLE, search_beside
 from roll_async.envs.pool import WorldPool, WorldWorker
 from roll_async.envs.protocol import GraderFailed, WorldFailed
 from roll_async.envs.registry import WorldSpec
+from roll_async.envs.worker import Worlds
 from tests.patience import patient
 
 HERE = str(Path(__file__).parent)
@@ -187,6 +190,34 @@ def test_nobody_waits_for_a_world_to_close_and_what_it_raises_harms_nobody(name,
 
     with_pool(work, step_timeout_s=0.2)
     assert "did not close" in caplog.text
+
+
+def test_a_world_that_is_cancelled_is_closed_when_what_it_does_has_ended(tmp_path):
+    async def work(pool):
+        for name in ("reset", "step"):
+            path = tmp_path / name
+            world = pool.open(WorldSpec(env_type="hostile_worlds.Slowly", values={"path": str(path)}))
+            if name == "step":
+                await world.reset(0)
+                path.unlink()
+            doing = asyncio.create_task(world.reset(0) if name == "reset" else world.step(""))
+            while not path.exists():
+                await asyncio.sleep(0.01)
+            doing.cancel()
+            await world.close()
+            assert path.read_text() == "begins ends closed ", name
+
+    with_pool(work, step_timeout_s=20)
+
+
+def test_a_reset_that_begins_after_the_close_of_its_world_makes_none(tmp_path):
+    values, (ours, theirs) = {"path": str(tmp_path / "said")}, socket.socketpair()
+    worlds = Worlds(theirs)
+    worlds.handle(json.dumps({"id": 1, "world": 7, "op": "close"}).encode())
+    reset = {"id": 2, "world": 7, "op": "reset", "seed": 0, "env_type": "hostile_worlds.Slowly", "values": values}
+    worlds.handle(json.dumps(reset).encode())
+    answers = [json.loads(line) for line in ours.recv(9999).splitlines()]
+    assert answers[0] == {"id": 1} and "is closed" in answers[1]["error"] and not (tmp_path / "said").exists()
 
 
 def test_a_worker_that_does_not_start_takes_no_further_world():
