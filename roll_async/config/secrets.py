@@ -20,25 +20,30 @@ _FREE_FORM = ("tracker_kwargs", "env_config", "tool_args", "extra")
 _SECRET_NAME = re.compile(
     r"(api|access|secret|private|auth)[_-]?key|token(?!s|iz)|secret|passw|passphrase|pwd|credential|authorization", re.I
 )
+_PASSWORD = re.compile(r"://[^\s/@:]*:[^\s/@]+@")
+"""In an address."""
 _KEY_VALUE = re.compile(r"[\w.-]+=")
 C = TypeVar("C", bound=RunConfig)
 Path = tuple[str, ...]
 _Change = Callable[[Path, object], object]
 
 
-def is_secret(path: Path) -> bool:
+def is_secret(path: Path, value: object = None) -> bool:
     """Whether the value at this path of a config is one."""
     inside = path[:-1]
-    if any(name in inside for name in _ENVIRONMENTS):
+    if any(name in inside for name in _ENVIRONMENTS) or (isinstance(value, str) and _PASSWORD.search(value)):
         return True
     return any(name in inside for name in _FREE_FORM) and _SECRET_NAME.search(path[-1]) is not None
 
 
 def shown_override(text: str) -> str:
-    """KEY=VALUE as it may be shown and stored: no value at or above a key that may be a secret."""
+    """A word of a command as it may be shown and stored: no value at or above a key that may be a secret, and no
+    password of an address.
+    """
     key, separator, value = text.partition("=")
     path = tuple(key.split("."))
-    return f"{key}{separator}{HIDDEN if is_secret(path) or is_secret((*path, 'token')) else value}"
+    hidden = is_secret(path) or is_secret((*path, "token"))
+    return _PASSWORD.sub(f"://{HIDDEN}@", f"{key}{separator}{HIDDEN if hidden else value}")
 
 
 def shown_text(text: str, handed: Mapping[str, object]) -> str:
@@ -53,7 +58,7 @@ def shown_text(text: str, handed: Mapping[str, object]) -> str:
         elif value not in (None, "") and is_secret(path):
             yield str(value)
 
-    text = shown_override(text) if _KEY_VALUE.match(text) else text
+    text = shown_override(text) if _KEY_VALUE.match(text) else _PASSWORD.sub(f"://{HIDDEN}@", text)
     for secret in sorted(secrets(handed, ("tracker_kwargs",)), key=len, reverse=True):  # one may be a part of another
         text = text.replace(secret, HIDDEN)
     return text
@@ -65,7 +70,7 @@ def without_secrets(config: C) -> C:
     def hide(path: Path, value: object) -> object:
         # What is not set, or is a switch, tells nothing.
         empty = value is None or value == "" or isinstance(value, bool)
-        return value if empty or not is_secret(path) else HIDDEN
+        return value if empty or not is_secret(path, value) else HIDDEN
 
     return cast(C, changed_leaves(config, (), hide))
 

@@ -207,7 +207,12 @@ def test_folders_addresses_and_names_in_a_cache_are_not_those_of_the_machine():
     assert public_text(data) == "hf://datasets/openai/gsm8k/main/train.jsonl"
     assert public_text("/home/alice/my files/model") == "./model" == public_text("../../alice/model")
     assert public_text("python /home/alice/tool.py --key=/srv/k/x") == "python ./tool.py --key=./x"
-    assert public_text("http://bob:pw@judge.corp:8000/v1, 10.0.0.7:6379") == "<address>, <address>"
+    for address in (
+        "http://bob:pw@judge.corp:8000/v1", "10.0.0.7:6379", "redis://:pw@cache.corp/0", "s3://mine/x",
+        "postgresql+psycopg://u:p@db/x", "http://bob:p,w@judge.corp", "HTTP://judge.corp", "judge.corp:8000",
+        "mongodb://bob:pw@db1.corp:27017,db2.corp:27017", "bob:pw@proxy.corp:3128",
+    ):  # fmt: skip
+        assert set(re.split(",| and ", public_text(f"{address} and {address}"))) == {"<address>"}, address
     for same in (
         "hf://datasets/a/b/c",
         "Qwen/Qwen2.5-0.5B",
@@ -216,8 +221,16 @@ def test_folders_addresses_and_names_in_a_cache_are_not_those_of_the_machine():
         "/no_think",
         "./output/x/y",
         "a.b.score",
+        "max_steps=5 x:10 1.5:10 rewards.maths=mine:score",
     ):
         assert public_text(same) == same
+
+
+@pytest.mark.parametrize("home", ["/", "/root"])
+def test_a_home_is_hidden_at_the_borders_of_paths_only(home, monkeypatch):
+    monkeypatch.setenv("HOME", home)
+    assert public_text("python x/y /srv/root/tool.py http://a.corp/root/x") == "python x/y ./tool.py <address>"
+    assert public_text("or/and /rooted a/root /root") == f"or/and /rooted a/root {'/root' if home == '/' else '~'}"
 
 
 SECRETS = f"""

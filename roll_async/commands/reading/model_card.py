@@ -33,7 +33,11 @@ _OWN = (
 _CACHED = re.compile(r"\S*?/(models|datasets)--([^/\s]+)/snapshots/[^/\s]+/?(\S*)")
 """A folder or file in the cache of the hub."""
 _PATH = re.compile(r"(?<![\w./<-])(?:file:/*)?(?:~|\.\.)?(?:/[\w.@+%=-]+){2,}/?")
-_ADDRESS = re.compile(r"\b(?:https?|tcp|wss?|grpcs?)://[^\s'\",;)]+|\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b")
+_ADDRESS = re.compile(
+    r"\b(?!(?:hf|file|modelscope):)[a-z][a-z0-9+.-]*://(?:[^\s/@]*@)?[^\s'\",;)]+"
+    r"|(?:[^\s'\",;/@=]+@)?\b(?:(?:[\w-]+\.)+[a-z][\w-]*:\d{2,5}|\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?)\b",
+    re.I,
+)
 _METHODS = {
     "rlvr": ("reinforcement learning with verifiable rewards", "reinforcement-learning"),
     "agentic": ("reinforcement learning of an agent in its worlds", "reinforcement-learning"),
@@ -60,11 +64,15 @@ def public_text(text: str) -> str:
         name = match[2].replace("--", "/", 1)
         return name if match[1] == "models" else f"hf://datasets/{name}/{match[3]}"
 
-    text = text.replace(f"{Path.home()}/", "~/")
+    text = _without_home(_ADDRESS.sub("<address>", text))
     if text.startswith(("/", "~/", "../")) and text.count("/") > 1 and "\n" not in text and "/snapshots/" not in text:
         return f"./{Path(text).name}"  # the whole of it, as names may have blanks
-    text = _ADDRESS.sub("<address>", _CACHED.sub(on_hub, text))
-    return _PATH.sub(lambda match: f"./{Path(match[0]).name}", text)
+    return _PATH.sub(lambda match: f"./{Path(match[0]).name}", _CACHED.sub(on_hub, text))
+
+
+def _without_home(text: str) -> str:
+    home = str(Path.home())
+    return re.sub(rf"(?<![\w./]){re.escape(home)}(?![\w.-])", "~", text) if home.strip("/") else text
 
 
 def public_config(value: object, known: Mapping[str, str], path: tuple[str, ...] = ()) -> object:
@@ -291,7 +299,7 @@ def _samples(run: RunReader, step: int, count: int) -> str:
 def _fenced(name: str, text: str) -> str:
     """A text as a block that it cannot end, however many backquotes are in it, without the home folder's name."""
     cut = "" if len(text) <= _SAMPLE_CHARACTERS else "\n..."
-    shown = visible(text.replace(str(Path.home()), "~")[:_SAMPLE_CHARACTERS]) + cut
+    shown = visible(_without_home(text)[:_SAMPLE_CHARACTERS]) + cut
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", shown)), default=0))
     return f"{name}:\n\n{fence}text\n{shown}\n{fence}"
 

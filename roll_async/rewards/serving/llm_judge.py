@@ -19,6 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from roll_async.config.schema_rollout import JudgeConfig
+from roll_async.config.secrets import shown_override
 from roll_async.rewards.answers import after_thinking
 from roll_async.rewards.serving.http_calls import BUSY, Backoff, Trouble, open_session
 from roll_async.schema import Prompt, Reward, RewardStatus
@@ -140,7 +141,8 @@ class LlmJudge:
         if isinstance(reply, Reward):
             return reply
         status = RewardStatus.ERROR if all(trouble.unreadable for trouble in reply) else RewardStatus.OUTAGE
-        return Reward(score=0.0, status=status, reason=f"judge {self._config.api_url}: {reply[-1].reason}")
+        url = shown_override(self._config.api_url)
+        return Reward(score=0.0, status=status, reason=f"judge {url}: {reply[-1].reason}")
 
     def _question(self, prompt: Prompt, answer: str) -> str:
         """Filled in one pass: braces in the texts mean nothing."""

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from roll_async.config.schema_rollout import ServiceConfig
+from roll_async.config.secrets import shown_override
 from roll_async.observe.outside import LARGEST
 from roll_async.rewards.serving.http_calls import Backoff, Trouble, open_session
 from roll_async.schema import Prompt, Reward, RewardStatus
@@ -82,7 +83,8 @@ class ServiceClient:
         if isinstance(reply, Reward):
             return reply
         self.outages += 1
-        return Reward(score=0.0, status=RewardStatus.OUTAGE, reason=f"{self._config.api_url}: {reply[-1].reason}")
+        url = shown_override(self._config.api_url)
+        return Reward(score=0.0, status=RewardStatus.OUTAGE, reason=f"{url}: {reply[-1].reason}")
 
     async def _post(self, body: bytes) -> Reward | Trouble:
         import aiohttp

@@ -82,3 +82,13 @@ def test_what_others_say_is_shown_without_the_secrets_they_were_handed():
     assert shown_text(said, handed) == f"p: neither {HIDDEN} nor '{HIDDEN}' is a key"
     assert shown_text("system_envs.A=other", handed) == f"system_envs.A={HIDDEN}"
     assert shown_text("max_steps=3", handed) == "max_steps=3"
+
+
+def test_an_address_with_a_password_is_a_secret_wherever_it_is(files):
+    judge = {"maths": {"type": "llm_judge", "judge": {"api_url": "http://bob:s3cret@judge.corp/v1", "model": "j"}}}
+    config = load(files.rlvr({"rewards": judge}))
+    assert dump(without_secrets(config)).count(HIDDEN) == 1 and "s3cret" not in dump(without_secrets(config))
+    assert with_secrets(without_secrets(config), {"api_url": "http://bob:s3cret@judge.corp/v1"}) == config
+    shown = shown_override("rewards.maths.judge={api_url: http://bob:s3cret@judge.corp/v1}")
+    assert shown == f"rewards.maths.judge={{api_url: http://{HIDDEN}@judge.corp/v1}}"
+    assert shown_override("rewards.maths.judge.api_url=http://judge.corp:80/a@b").endswith("=http://judge.corp:80/a@b")
