@@ -24,7 +24,8 @@ def manifest(job: ClusterJob, config: RunConfig, image: str | None, claim: str |
         raise ValueError("--image and --claim: needed with --to kuberay")
     if not Path(config.output_dir).is_absolute():
         raise ValueError(f"output_dir={config.output_dir}: pods share {claim} at this path; give an absolute one")
-    name = re.sub(r"[^a-z0-9-]+", "-", job.name.lower()).strip("-")[:40] or "run"
+    name = re.sub(r"[^a-z0-9]+", "-", job.name.lower()).strip("-")
+    name = (name if name[:1].isalpha() else f"run-{name}")[:40].rstrip("-")  # a label of DNS-1035
     meta = {"name": name}
     head = {"rayStartParams": {"dashboard-host": "0.0.0.0"}, "template": _pod(job, name, "head", image, claim)}
     size = dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), job.num_nodes - 1)
@@ -37,8 +38,9 @@ def manifest(job: ClusterJob, config: RunConfig, image: str | None, claim: str |
     cluster = {"rayVersion": version("ray"), "headGroupSpec": head}
     if job.num_nodes > 1:
         cluster["workerGroupSpecs"] = [workers]
+    run = f"cd {shlex.quote(str(job.output_dir))} && exec roll-async run --config {_CONFIG}"
     spec = {
-        "entrypoint": f"cd {shlex.quote(str(job.output_dir))} && roll-async run --config {_CONFIG}",
+        "entrypoint": shlex.join(["bash", "-c", run]),  # one command in the line of the submitter's shell
         "shutdownAfterJobFinishes": True,
         "ttlSecondsAfterFinished": 600,
         # A run that ended is looked at first: a second one would begin anew beside its folder.

@@ -1,6 +1,8 @@
 """`roll-async launch`: scripts for Slurm run here under stand-ins of its programs, manifests have KubeRay's fields."""
 
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -154,7 +156,9 @@ def test_a_manifest_has_the_fields_of_a_rayjob_and_the_config_as_it_is_resolved(
     assert spec.keys() == {
         "entrypoint", "shutdownAfterJobFinishes", "ttlSecondsAfterFinished", "backoffLimit", "rayClusterSpec",
     }  # fmt: skip
-    assert spec["entrypoint"] == "cd /runs && roll-async run --config /etc/roll_async/config.yaml"
+    # KubeRay's submitter has it in a line of its own shell, where an && of ours would end `ray job submit`.
+    run = "cd /runs && exec roll-async run --config /etc/roll_async/config.yaml"
+    assert shlex.split(spec["entrypoint"]) == ["bash", "-c", run]
     (workers,) = cluster_spec["workerGroupSpecs"]
     assert (workers["replicas"], workers["minReplicas"], workers["maxReplicas"]) == (2, 2, 2)
     for group in (cluster_spec["headGroupSpec"], workers):
@@ -163,6 +167,13 @@ def test_a_manifest_has_the_fields_of_a_rayjob_and_the_config_as_it_is_resolved(
         assert container["image"] == "me/roll:1" and container["resources"]["limits"] == {"nvidia.com/gpu": 8}
         assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
         assert {"name": "run", "persistentVolumeClaim": {"claimName": "runs"}} in pod["volumes"]
+
+
+@pytest.mark.parametrize("name", ["7B Qwen_Async", "_", "a" * 39 + "-b", "Äé-1"])
+def test_the_name_of_a_rayjob_is_one_that_kuberay_accepts(cluster, capsys, name):
+    assert main(["launch", CONFIG, *KUBERAY, "--dry-run", f"exp_name={name}"]) == 0
+    for each in yaml.safe_load_all(capsys.readouterr().out):
+        assert re.fullmatch("[a-z]([a-z0-9-]{0,38}[a-z0-9])?", each["metadata"]["name"]), each["metadata"]
 
 
 def test_one_node_has_no_workers(cluster, capsys):
