@@ -38,8 +38,9 @@ def command(runs: Sequence[Path], port: int, html: Path | None, no_browser: bool
     try:
         readers = [RunReader(path) for path in runs]
         if html is not None:
-            html.write_text(self_contained(readers), encoding="utf-8")
-            print(f"{html}: {html.stat().st_size / 1e6:.1f} MB, opens in any browser without a server")
+            page, inside = self_contained(readers)
+            html.write_text(page, encoding="utf-8")
+            print(f"{html}: {html.stat().st_size / 1e6:.1f} MB, {inside}, opens in any browser without a server")
         else:
             asyncio.run(_serve(readers, port, browse=not no_browser))
     except (ValueError, OSError) as error:

@@ -76,7 +76,7 @@ class PageServer:
         return web.Response(text=(_PAGE / "index.html").read_text(), content_type="text/html")
 
     async def _about(self, request: web.Request) -> web.Response:
-        return web.json_response(await self._read(lambda: [run.about() for run in self._runs]))
+        return web.json_response(await self._read(lambda: _about(self._runs)))
 
     async def _differences(self, request: web.Request) -> web.Response:
         return web.json_response(await self._read(lambda: _differences(self._runs)))
@@ -149,21 +149,31 @@ def _step(request: web.Request, name: str) -> int | None:
     return None if number is None else round(number)
 
 
+def _about(runs: Sequence[RunReader]) -> list[dict[str, object]]:
+    """What is said of each run, under a name that tells it from the others."""
+    names = [run.path.name for run in runs]
+    return [
+        run.about() | {"name": name if names.count(name) == 1 else f"{run.path.parent.name}/{name}"}
+        for run, name in zip(runs, names, strict=True)
+    ]
+
+
 def _differences(runs: Sequence[RunReader]) -> list[tuple[str, str, str]]:
     return config_differences(runs[0], runs[1]) if len(runs) > 1 else []
 
 
-def self_contained(runs: Sequence[RunReader]) -> str:
-    """The page with its scripts, styles and data inside; the newest samples of each run."""
+def self_contained(runs: Sequence[RunReader]) -> tuple[str, str]:
+    """(the page with its scripts, styles and data inside, of how many samples those are); the newest of each run."""
+    samples, inside, there = zip(*map(_newest, runs), strict=True)
     data = {
-        "runs": [run.about() for run in runs],
+        "runs": _about(runs),
         "differences": _differences(runs),
         "metrics": [columns(run.metrics) for run in runs],
         "lanes": [run.lanes for run in runs],
-        "samples": [_newest(run) for run in runs],
+        "samples": samples,
     }
     # Inside of a script element nothing but `<` could end it.
-    inside = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    embedded = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     page = (_PAGE / "index.html").read_text()
     for name in _FILES:
         text = (_PAGE / name).read_text()
@@ -171,14 +181,15 @@ def self_contained(runs: Sequence[RunReader]) -> str:
             page = page.replace(f'<link rel="stylesheet" href="page/{name}">', f"<style>{text}</style>")
         else:
             page = page.replace(f'<script src="page/{name}"></script>', f"<script>{text}</script>")
-    return page.replace('<script id="data" type="application/json"></script>',
-                        f'<script id="data" type="application/json">{inside}</script>')  # fmt: skip
+    page = page.replace('<script id="data" type="application/json"></script>',
+                        f'<script id="data" type="application/json">{embedded}</script>')  # fmt: skip
+    return page, f"{sum(inside)} of {sum(there)} samples"
 
 
-def _newest(run: RunReader) -> dict[str, object]:
-    """Entries and whole groups, until the limit of rows or bytes."""
+def _newest(run: RunReader) -> tuple[dict[str, object], int, int]:
+    """(entries and whole groups until the limit of rows or bytes, one group at least, the number of them and of all)"""
     run.samples.refresh()
-    _, entries = run.samples.page(SampleFilter(), limit=_ROWS_IN_FILE)
+    count, entries = run.samples.page(SampleFilter(), limit=_ROWS_IN_FILE)
     groups: dict[str, list[dict[str, object]]] = {}
     kept, size = [], 0
     for entry in entries:
@@ -186,8 +197,8 @@ def _newest(run: RunReader) -> dict[str, object]:
         if name not in groups:
             rows = run.samples.group_of(entry["id"])  # type: ignore[arg-type]
             size += len(json.dumps(rows))
-            if size > _BYTES_IN_FILE:
+            if size > _BYTES_IN_FILE and groups:
                 break
             groups[name] = rows
         kept.append(entry)
-    return {"rows": kept, "groups": groups, "choices": run.samples.choices()}
+    return {"rows": kept, "groups": groups, "choices": run.samples.choices()}, len(kept), count

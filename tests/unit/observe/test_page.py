@@ -12,6 +12,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from roll_async.cli import main
 from roll_async.observe.reading import page_server
 from roll_async.observe.reading.page_server import PageServer, self_contained
 from roll_async.observe.reading.run_reader import RunReader
@@ -24,7 +25,11 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     output = tmp_path_factory.mktemp("output")
-    return [write_run(output), write_run(output, "other", steps=12, learning_rate="2e-6")]
+    other = write_run(output, "other", steps=12, learning_rate="2e-6")
+    for path in (other / "samples").iterdir():  # another domain, and answers that nobody has scored
+        text = re.sub('"score":[0-9.]+', '"score":null', path.read_text().replace('"tools"', '"maths"'), count=2)
+        path.write_text(text)
+    return [write_run(output), other]
 
 
 @asynccontextmanager
@@ -152,7 +157,8 @@ async def chromium(profile, address):
     offline = ("--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run")
     process = await asyncio.create_subprocess_exec(
         CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0", "--window-size=1400,1600",
-        *offline, f"--user-data-dir={profile}", "about:blank", stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
+        *offline, f"--user-data-dir={profile}", "about:blank",
+        stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:
         async with asyncio.timeout(patient(60)):
@@ -202,6 +208,23 @@ async def looked_at(tab):
     assert await tab.value("document.title") != "harmed" and await tab.value("document.images.length") == 0
     assert await tab.value("[...document.querySelectorAll('.ctl')].some(found => found.textContent === 'U+202E')")
     assert not await tab.value("/[\\u001b\\u202e]/.test(document.body.innerText)")
+    await tab.value("document.querySelector('[data-view=samples]').click(); $('runs').children[1].click()")
+    await tab.until("document.querySelector('#place').textContent === '1–50 of 192'")
+    assert await tab.value("[...filters.elements.domain.options].map(found => found.value)") == [
+        "",
+        "addition",
+        "maths",
+    ]
+    shown = "[...document.querySelectorAll('#list tbody tr')].map(row => row.children[4].textContent)"
+    for order in ("worst", "best"):
+        await tab.value(f"filters.elements.order.value = '{order}'; state.offset = 150; listSamples()")
+        assert (await tab.value(shown))[-24:] == ["–"] * 24
+    await tab.value(
+        "{ const of = state.metrics[1].columns; of['mine/x'] = of['idle/engines']; delete of['idle/engines']; }"
+    )
+    await tab.value("document.querySelector('[data-view=overview]').click()")
+    assert await tab.value("[...any.options].some(found => found.value === 'mine/x')")
+    await tab.value("$('runs').children[0].click()")
     await tab.value("document.querySelector('[data-view=lanes]').click()")
     await tab.until(
         "document.querySelector('canvas.lanes') && document.querySelector('canvas.lanes').hits.length > 100"
@@ -238,11 +261,20 @@ def test_the_page_shows_the_steps_that_a_run_makes_while_it_is_open(tmp_path):
     asyncio.run(scenario())
 
 
+def test_a_page_without_a_server_has_the_newest_group_however_large(tmp_path, capsys):
+    run = write_run(tmp_path / "mine", steps=2)
+    newest = run / "samples/step_00000002.jsonl"
+    newest.write_text(newest.read_text().replace('"prompt":"', f'"prompt":"{"x" * (6 << 20)}'))
+    assert main(["view", str(run), str(write_run(tmp_path / "yours", steps=1)), "--html", str(tmp_path / "page")]) == 0
+    assert ", 20 of 48 samples, opens in any browser" in capsys.readouterr().out
+    assert re.findall('"name":"([^"]+)","path"', (tmp_path / "page").read_text()) == ["mine/run", "yours/run"]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
 def test_the_page_without_a_server_does_the_same(runs, tmp_path):
     async def scenario():
-        (tmp_path / "page.html").write_text(self_contained([RunReader(path) for path in runs]))
+        (tmp_path / "page.html").write_text(self_contained([RunReader(path) for path in runs])[0])
         async with chromium(tmp_path / "profile", f"file://{tmp_path}/page.html") as tab:
             await looked_at(tab)
 

@@ -39,7 +39,8 @@ function selected(samples, asked) {
     (!asked.first_step || row.step >= Number(asked.first_step)) && (!asked.last_step || row.step <= Number(asked.last_step));
   const orders = {
     newest: (a, b) => b.step - a.step || a.id - b.id, oldest: (a, b) => a.step - b.step || a.id - b.id,
-    best: (a, b) => b.score - a.score || b.step - a.step, worst: (a, b) => a.score - b.score || b.step - a.step,
+    best: (a, b) => (b.score ?? -Infinity) - (a.score ?? -Infinity) || b.step - a.step,
+    worst: (a, b) => (a.score ?? Infinity) - (b.score ?? Infinity) || b.step - a.step,
     longest: (a, b) => b.tokens - a.tokens,
   };
   const rows = samples.rows.filter(fits).sort(orders[asked.order]);
@@ -191,12 +192,8 @@ function drawCharts() {
   const boxes = CHARTS.map((chart) => element("div", { class: chart.big ? "card big" : "card" }));
   $("charts").replaceChildren(...boxes);
   boxes.forEach((box, i) => draw(box, CHARTS[i]));
-  const keys = Object.keys((state.metrics[state.run] || { columns: {} }).columns).sort(), any = $("any");
-  if (any.options.length !== keys.length) {
-    const before = any.value;
-    any.replaceChildren(...keys.map((key) => element("option", {}, key)));
-    if (keys.includes(before)) any.value = before;
-  }
+  const any = $("any");
+  offer(any, Object.keys((state.metrics[state.run] || { columns: {} }).columns).sort());
   const place = element("div");
   $("anychart").replaceChildren(place);
   draw(place, { title: any.value || "", series: [["value", any.value]] });
@@ -223,7 +220,8 @@ const COLUMNS = [["step", "step", 1], ["group", "group_id", 1], ["domain", "doma
 async function listSamples() {
   const asked = Object.fromEntries([...new FormData($("filters"))].filter(([, value]) => value !== ""));
   const run = state.run, found = await source.samples(run, { ...asked, offset: state.offset });
-  for (const name of ["domain", "outcome"]) offer($("filters").elements[name], found.choices[name]);
+  for (const name of ["domain", "outcome"]) offer($("filters").elements[name], found.choices[name], ["all"]);
+  if (["domain", "outcome"].some((name) => asked[name] && !found.choices[name].includes(asked[name]))) return listSamples();
   const last = Math.min(state.offset + PAGE_ROWS, found.count);
   $("place").textContent = found.count ? `${state.offset + 1}–${last} of ${found.count}` : "no sample fits";
   $("before").disabled = state.offset === 0;
@@ -237,11 +235,12 @@ async function listSamples() {
   if (!$("group").children.length && found.rows.length) await openGroup(run, found.rows[0], $("list").tBodies[0].rows[0]);
 }
 
-function offer(select, values) {
-  if (select.options.length === values.length + 1) return;
-  const before = select.value;
-  select.replaceChildren(element("option", { value: "" }, "all"), ...values.map((value) => element("option", {}, value)));
-  select.value = values.includes(before) ? before : "";
+/** Make these the choices, after one for all of them; what is chosen stays where it is among them. */
+function offer(select, values, all = []) {
+  const before = select.value, texts = [...all, ...values];
+  if (select.options.length === texts.length && texts.every((text, i) => select.options[i].textContent === text)) return;
+  select.replaceChildren(...texts.map((text, i) => element("option", { value: i < all.length ? "" : text }, text)));
+  if (values.includes(before)) select.value = before;
 }
 
 async function openGroup(run, row, line) {
