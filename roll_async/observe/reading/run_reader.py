@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,8 @@ from roll_async.observe.sample_dump import SAMPLES
 _ABSENT = "(absent)"
 _UNLIKE = ("exp_name", "output_dir", "checkpoint.output_dir", "ledger.path", "template_time")
 """Keys that differ between any two runs."""
+_ERROR = re.compile(r"(?m)^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ ERROR .*")
+"""A line of the log itself: texts of answers are in it, too."""
 _LANE_SPANS = 4000
 """Newest spans of the trace that a reader is given."""
 WAITS = {
@@ -163,8 +166,8 @@ class RunReader:
             return ""
         with open(log, "rb") as file:
             file.seek(max(0, log.stat().st_size - (1 << 20)))  # of a long log its end
-            lines = file.read().decode(errors="replace").splitlines()
-        return next((line for line in reversed(lines) if " ERROR " in line), "")
+            errors = _ERROR.findall(file.read().decode(errors="replace"))
+        return errors[-1] if errors else ""
 
     def close(self) -> None:
         """Close the index."""

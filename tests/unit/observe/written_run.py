@@ -84,7 +84,9 @@ def write_run(output, name="run", steps=20, *, learning_rate="1e-6", state="fini
         "async_training: {staleness: {max_versions: 2}}\ntracking: {rollout_dump_dir: null}\n"
     )
     (folder.path / "run.log").write_text(
-        "2026 INFO started\n2026 ERROR roll_async: engine \x1b[31mdied\n2026 INFO end\n"
+        "2026-08-01 10:00:00,000 INFO roll_async: started\n"
+        "2026-08-01 10:00:01,250 ERROR roll_async: engine \x1b[31mdied\n"
+        "2026-08-01 10:00:02,000 INFO roll_async: step 1\n  answer: it says ERROR in red\n"
     )
     dump, trace = SampleDump({folder.path / SAMPLES: 4}, decode), Trace(folder.path / "trace.json")
     for step in range(1, steps + 1):
