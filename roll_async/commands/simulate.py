@@ -24,6 +24,7 @@ from roll_async.simulator.scenario import Scenario, random_branched_scenario, ra
 from roll_async.simulator.world import SimOutcome, simulate
 
 _EXIT_BROKEN = 1
+_TYPED = click.core.ParameterSource.COMMANDLINE
 
 
 class _Split(click.ParamType):
@@ -108,16 +109,22 @@ def command(
 
     Exit codes: 0 simulated, 1 a random world broke an invariant, 2 bad usage or config.
     """
+    if weights and items:
+        raise click.UsageError("--weights stands alone; the push of a CONFIG: roll-async show CONFIG --weights")
+    if not weights and not items and seed is None:
+        raise click.UsageError("give a CONFIG, or --seed N")
+    context = click.get_current_context()
+    typed = [p for p in context.command.params if context.get_parameter_source(p.name or "") is _TYPED]
+    mode, effective = "--seed alone", {"seed", "kills", "branches", "agents", "trace"}
     if weights:
-        if items or seed is not None:
-            raise click.UsageError("--weights stands alone; the push of a CONFIG: roll-async show CONFIG --weights")
+        mode, effective = "--weights", {"weights", "network_gb_s"}
+    elif items:
+        mode, effective = "CONFIG", {"items", "seed", *options}
+    if idle := [param.opts[0] for param in typed if param.name not in effective]:
+        raise click.UsageError(f"{', '.join(idle)}: no effect with {mode}")
+    if weights:
         print("\n".join(simulated_weights(network_gb_s)))
         return 0
-    if not items and seed is None:
-        raise click.UsageError("give a CONFIG, or --seed N")
-    for flag, given in (("kills", kills), ("branches", branches), ("agents", agents)):
-        if items and given:
-            raise click.UsageError(f"--{flag} goes with --seed alone")
     for override in items[1:]:
         if not OVERRIDE.match(override):
             raise click.UsageError(f"'{override}' is not KEY=VALUE")
@@ -182,7 +189,7 @@ def _config(
         )
     assumed = Speeds(mean_length=mean_length or config.response_length / 4, **speeds)
     split = split or split_of(config)
-    scenario = scenario_of(config, assumed, split=split, steps=steps, seed=seed or config.seed)
+    scenario = scenario_of(config, assumed, split=split, steps=steps, seed=config.seed if seed is None else seed)
     outcome = simulate(scenario, check=False)
     if outcome.findings:
         raise ValueError(f"the simulated run broke an invariant: {outcome.findings[0]}")

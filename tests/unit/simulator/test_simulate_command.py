@@ -48,6 +48,14 @@ def test_resident_roles_are_refused_because_what_they_take_from_each_other_is_no
     assert "resident: actor_train and actor_infer are resident side by side" in capsys.readouterr().out
 
 
+def test_the_seed_of_a_config_is_the_one_that_is_given_also_zero(capsys):
+    told = []
+    for words in (["--seed", "0"], ["seed=0"], []):
+        assert main(["simulate", CONFIG, *SMALL, "--json", *words]) == 0
+        told.append(capsys.readouterr().out)
+    assert told[0] == told[1] != told[2]
+
+
 @pytest.mark.slow
 def test_a_config_gets_figures_beside_theory(capsys):
     assert main(["simulate", CONFIG, *SMALL, "--json", "--mean-length", "40"]) == 0
@@ -97,6 +105,10 @@ def test_lengths_that_go_by_the_prompt_are_another_world(capsys):
         ([CONFIG, "--filtered-share", "1"], "1.0 is not in the range 0<=x<1"),
         ([CONFIG, "--prompt-share", "1"], "1.0 is not in the range 0<=x<1"),
         ([CONFIG, "rollout_batch_sise=4"], "rollout_batch_sise"),
+        ([CONFIG, "--kills", "--agents"], "--kills, --agents: no effect with CONFIG"),
+        ([CONFIG, "--network-gb-s", "50"], "--network-gb-s: no effect with CONFIG"),
+        (["--seed", "0", "--steps", "3", "--json"], "--steps, --json: no effect with --seed alone"),
+        (["--weights", "--trace", "t"], "--trace: no effect with --weights"),
         (["no_such_file.yaml"], "no_such_file.yaml"),
         ([str(ROOT / "configs" / "agent_val_frozen_lake_async.yaml")], "only rlvr configs are simulated"),
     ],
