@@ -447,13 +447,14 @@ class Learner:
             keep = reward_math.max_length_keep(lengths_B=batch.response_lengths, max_length=options.response_length)
             mask = mask & keep[:, None]
         if self._algorithm.difficulty_low is not None or self._algorithm.difficulty_high is not None:
+            lead = credit.first_rows(batch)
             keep = reward_math.difficulty_keep(
-                scores_B=batch.scores,
-                group_index_B=batch.group_index,
+                scores_B=batch.scores[lead],
+                group_index_B=batch.group_index[lead],
                 low=-torch.inf if self._algorithm.difficulty_low is None else self._algorithm.difficulty_low,
                 high=torch.inf if self._algorithm.difficulty_high is None else self._algorithm.difficulty_high,
             )
-            mask = mask & keep[:, None]
+            mask = mask & credit.of_each_row(batch, keep)[:, None]
         if options.mask_older_than is not None:
             mask = reward_math.staleness_keep(
                 version_lag_BT=_version_lag(batch), mask_BT=mask, max_lag=options.mask_older_than, level="token"

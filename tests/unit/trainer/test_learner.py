@@ -325,6 +325,10 @@ def test_too_easy_and_too_hard_groups_leave_the_loss(build):
     groups = [build.group(0, scores=(1.0, 1.0)), build.group(1, scores=(1.0, 0.0)), build.group(2, scores=(0.0, 0.0))]
     rows = Trial(difficulty_low=0.1, difficulty_high=0.9).step(groups)
     assert rows.mask.any(-1).tolist() == [False, False, True, True, False, False]
+    prompt = build.prompt()
+    many = [build.sample(prompt, score=0.0, sample_id=f"a#{row}", trajectory="a") for row in range(3)]
+    group = build.group(0, prompt=prompt, samples=(*many, build.sample(prompt, score=1.0)))
+    assert Trial(difficulty_low=0.3).step([group]).mask.any(-1).all(), "each trajectory counts once"
 
 
 def test_long_answers_are_punished_before_the_group_is_compared(build):
