@@ -458,6 +458,7 @@ class TrainBatch:
     versions: Tensor  # [B,T] int64 weight version that sampled the token, -1 where not sampled
     scores: Tensor  # [B] float32, raw outcome score
     group_index: Tensor  # [B] int64, rows of one prompt share a value
+    cut: Tensor  # [B] bool, the row's trajectory ended because its tokens ran out
     domain_index: Tensor  # [B] int64, into `domains`
     domains: tuple[str, ...]
     baseline_scores: Tensor | None = None  # [B] float32, greedy score of the row's prompt (remax)

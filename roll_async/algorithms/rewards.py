@@ -163,11 +163,6 @@ def overlong_penalty(
     return -factor * excess.clamp(0, 1 if clamp else None)
 
 
-def max_length_keep(*, lengths_B: Tensor, max_length: int) -> Tensor:
-    """[B] bool: overlong filtering, rows cut at the limit leave the loss; their scores stay in the group statistics."""
-    return lengths_B < max_length
-
-
 def difficulty_keep(
     *, scores_B: Tensor, group_index_B: Tensor, low: float = 0.0, high: float = 1.0, row_mask_B: Tensor | None = None
 ) -> Tensor:

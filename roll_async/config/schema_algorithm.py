@@ -113,7 +113,7 @@ class AlgorithmConfig:
     critic_warmup: int = bounded(0, ">= 0")
     """Training steps in which only the critic trains."""
     max_len_mask: bool = option(False)
-    """Responses cut at response_length leave the loss."""
+    """Responses that ended because their tokens ran out leave the loss."""
     difficulty_low: float | None = None
     """Groups with a mean score at or below this leave the loss; null = off."""
     difficulty_high: float | None = None

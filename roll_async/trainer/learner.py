@@ -444,8 +444,7 @@ class Learner:
         """[B,T] tokens that are trained: sampled ones minus what the sample masks and the staleness bound take out."""
         options, mask = self._options, batch.mask
         if self._algorithm.max_len_mask:
-            keep = reward_math.max_length_keep(lengths_B=batch.response_lengths, max_length=options.response_length)
-            mask = mask & keep[:, None]
+            mask = mask & ~batch.cut[:, None]
         if self._algorithm.difficulty_low is not None or self._algorithm.difficulty_high is not None:
             lead = credit.first_rows(batch)
             keep = reward_math.difficulty_keep(

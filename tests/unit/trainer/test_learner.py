@@ -16,7 +16,7 @@ from roll_async.config.options.policy_loss_options import KlCovOptions
 from roll_async.config.schema_algorithm import AlgorithmConfig, OverlongBufferConfig
 from roll_async.observe.sample_dump import EVERY_GROUP
 from roll_async.pipelines.metrics import sample_rows
-from roll_async.schema import ExpertRecord, Image, Reward
+from roll_async.schema import ExpertRecord, FinishReason, Image, Outcome, Reward
 from roll_async.simulator.clock import VirtualLoop, run_virtual
 from roll_async.trainer.learner import Learner, LearnerOptions
 from roll_async.trainer.roles import LearnerParts
@@ -308,16 +308,33 @@ def test_the_lag_of_a_token_counts_from_the_freshest_weights_of_the_step(build):
     assert masked.report.metrics["staleness/masked_fraction"] == pytest.approx(1 / 6)
 
 
+def of_which_one_is_cut(build):
+    """One group: answers of 8 tokens, whose tokens ran out, and of 3."""
+    (group,) = of_lengths(build, (8, 0.0), (3, 1.0))
+    return [replace(group, samples=(replace(group.samples[0], finish_reason=FinishReason.LENGTH), group.samples[1]))]
+
+
 def test_answers_cut_at_the_length_limit_leave_the_loss_but_stay_in_the_baseline(build):
-    trial = Trial(max_len_mask=True)
-    rows = trial.step(of_lengths(build, (8, 0.0), (3, 1.0)))
+    trial = Trial(max_len_mask=True, response_length=9)
+    rows = trial.step(of_which_one_is_cut(build))
     assert rows.mask.sum(-1).tolist() == [0, 3] and (rows.advantages[1][rows.mask[1]] > 0).all()
     assert trial.report.metrics["staleness/masked_fraction"] == pytest.approx(8 / 11)
+    assert Trial(max_len_mask=True).step(of_lengths(build, (8, 0.0), (3, 1.0))).mask.sum() == 11, "both had ended"
+
+
+def test_the_end_of_a_trajectory_says_for_all_of_its_rows_whether_it_was_cut(build):
+    """a: in its last turn; b: in one after which it went on; c: before a turn that had no room."""
+    prompt = build.prompt()
+    ends = [("a", {}), ("a", {"finish_reason": FinishReason.LENGTH}), ("b", {"finish_reason": FinishReason.LENGTH}),
+            ("b", {}), ("c", {"outcome": Outcome.TRUNCATED_TOKENS})]  # fmt: skip
+    samples = tuple(build.sample(prompt, sample_id=str(i), trajectory=t, **end) for i, (t, end) in enumerate(ends))
+    rows = Trial(max_len_mask=True).step([build.group(0, prompt=prompt, samples=samples)])
+    assert rows.mask.any(-1).tolist() == [False, False, True, True, False]
 
 
 def test_a_loss_that_selects_tokens_selects_among_those_it_trains(build):
     trial = Trial(max_len_mask=True, pg_variant="kl_cov", pg_options=KlCovOptions(cov_ratio=1.0))
-    rows = trial.step(of_lengths(build, (8, 0.0), (3, 1.0)))
+    rows = trial.step(of_which_one_is_cut(build))
     assert torch.equal(rows.selection, rows.mask) and rows.mask.sum() == 3
 
 
