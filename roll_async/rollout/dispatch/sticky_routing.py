@@ -43,7 +43,8 @@ class StickyRouting:
 
     def choose(self, pending: PendingRequest, *, patient: bool) -> ReplicaLink | None:
         """The replica for the request; None: not yet. `patient`: a later turn may wait for its own one."""
-        if patient and self.waits(pending):
+        # One whose caller is gone would give a home to keys that are forgotten already.
+        if pending.result.done() or (patient and self.waits(pending)):
             return None
         by_conversation = pending.validation and pending.later_turn
         key = pending.conversation if by_conversation else pending.affinity

@@ -419,6 +419,22 @@ def test_a_cancelled_caller_frees_its_slot_and_stops_the_work(run, replica_class
     run(go())
 
 
+def test_a_cancelled_caller_whose_conversation_is_forgotten_leaves_no_home(run, replica_class, make, managed, start):
+    async def go():
+        async with managed(replica_class("a"), replica_class("b"), max_concurrent_per_server=1) as manager:
+            (gone,) = start(manager, [make("gone")], conversation="c")
+            await asyncio.sleep(0)  # it waits, and hears of its end after the replicas are chosen
+            gone.cancel()
+            manager.forget_affinity("c")
+            start(manager, [make("r1"), make("r2")])
+            await asyncio.sleep(0.5)
+            start(manager, [make("later")], conversation="c")
+            await asyncio.sleep(0.5)
+            assert (manager.stats().in_flight, manager.stats().queued) == (2, 1)
+
+    run(go())
+
+
 def test_a_new_replica_gets_work_at_once(run, replica_class, make, managed, start):
     async def go():
         first, second = replica_class("first"), replica_class("second")
