@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
+from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, is_valid
+from gymnasium.utils.seeding import np_random
 
 from roll_async.envs.worlds.moves import WORDS, direction
-from roll_async.envs.worlds.text_world import TextWorld
+from roll_async.envs.worlds.text_world import MOST_TRIES, TextWorld
 
 _SYMBOLS = {"S": "_", "F": "_", "H": "O", "G": "G"}
 
@@ -32,6 +33,19 @@ class FrozenLakeOptions:
             raise ValueError("size must be 2 to 32 and frozen_share in (0, 1]")
 
 
+def _solvable_map(options: FrozenLakeOptions, seed: int) -> list[str]:
+    """The map of `generate_random_map` of gymnasium, which goes on for ever where there is none."""
+    rng, share = np_random(seed)[0], options.frozen_share
+    for _ in range(MOST_TRIES):
+        board = rng.choice(["F", "H"], (options.size, options.size), p=[share, 1 - share]).tolist()
+        board[0][0], board[-1][-1] = "S", "G"
+        if is_valid(board, options.size):
+            return ["".join(row) for row in board]
+    raise ValueError(
+        f"none of {MOST_TRIES} maps with frozen_share {share:g} has a path to the goal; raise frozen_share"
+    )
+
+
 class FrozenLake(TextWorld):
     """Reach the goal, reward 1; fall into a hole, reward 0."""
 
@@ -46,8 +60,7 @@ class FrozenLake(TextWorld):
         super().reset(seed=seed)
         chosen = self._options
         map_seed = int(self.np_random.integers(2**31))
-        desc = generate_random_map(size=chosen.size, p=chosen.frozen_share, seed=map_seed)
-        self._lake = FrozenLakeEnv(desc=desc, is_slippery=chosen.is_slippery)
+        self._lake = FrozenLakeEnv(desc=_solvable_map(chosen, map_seed), is_slippery=chosen.is_slippery)
         self._place, _ = self._lake.reset(seed=map_seed)
         info = self._info()
         if chosen.words == "full":

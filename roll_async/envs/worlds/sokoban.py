@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from random import Random
 
 from roll_async.envs.worlds.moves import STEPS, WORDS, direction
-from roll_async.envs.worlds.text_world import TextWorld
+from roll_async.envs.worlds.text_world import MOST_TRIES, TextWorld
 
 Cell = tuple[int, int]
 
@@ -29,8 +29,10 @@ class SokobanOptions:
     format_penalty: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 4 <= self.size <= 32 or not 1 <= self.num_boxes <= self.size - 3:
-            raise ValueError("size must be 4 to 32 and num_boxes 1 to size - 3")
+        if not 5 <= self.size <= 32 or not 1 <= self.num_boxes <= self.size - 3:
+            raise ValueError("size must be 5 to 32 and num_boxes 1 to size - 3")
+        if not 0 <= self.wall_share < 1 or not 1 <= self.num_pulls <= 1000:
+            raise ValueError("wall_share must be in [0, 1) and num_pulls 1 to 1000")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +92,9 @@ class Room:
 
 
 def generate(options: SokobanOptions, rng: Random) -> Room:
-    """A room whose boxes are off their targets and can be brought back."""
+    """A room whose boxes are off their targets and can be brought back. Raises ValueError where none is found."""
     inner = [(r, c) for r in range(1, options.size - 1) for c in range(1, options.size - 1)]
-    while True:
+    for _ in range(MOST_TRIES):
         walls = frozenset(cell for cell in inner if rng.random() < options.wall_share)
         floor = [cell for cell in inner if cell not in walls]
         if len(floor) < 2 * options.num_boxes + 2:
@@ -103,6 +105,10 @@ def generate(options: SokobanOptions, rng: Random) -> Room:
         room = _played_back(Room(options.size, walls, targets, targets, player), options.num_pulls, rng)
         if not room.solved and not room.boxes & room.targets:
             return room
+    raise ValueError(
+        f"none of {MOST_TRIES} rooms has wall_share {options.wall_share:g}, num_boxes {options.num_boxes} and num_pulls "
+        f"{options.num_pulls}; lower wall_share or num_boxes, or raise size or num_pulls"
+    )
 
 
 def _played_back(room: Room, num_pulls: int, rng: Random) -> Room:

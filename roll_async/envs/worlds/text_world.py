@@ -9,6 +9,8 @@ import gymnasium
 from gymnasium.spaces import Text
 
 _ANY_TEXT = Text(max_length=1 << 20, min_length=0, charset=string.printable)
+MOST_TRIES = 10_000
+"""Of a generator whose options may leave nothing that can be solved."""
 
 
 class TextWorld(gymnasium.Env[str, str]):

@@ -7,11 +7,12 @@ from random import Random
 from types import SimpleNamespace
 
 import pytest
+from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
 from roll_async.envs.registry import WORLDS, WorldSpec, build, check
 from roll_async.envs.worlds.arithmetic import compute, shown
 from roll_async.envs.worlds.countdown import Countdown, CountdownOptions
-from roll_async.envs.worlds.frozen_lake import FrozenLake, FrozenLakeOptions
+from roll_async.envs.worlds.frozen_lake import FrozenLake, FrozenLakeOptions, _solvable_map
 from roll_async.envs.worlds.moves import STEPS, WORDS, direction
 from roll_async.envs.worlds.questions import same_answer
 from roll_async.envs.worlds.sokoban import SokobanOptions, generate
@@ -305,3 +306,15 @@ def test_any_discrete_gymnasium_environment_is_a_world():
     assert world.step("what?")[0] == "There is no action in that."
     assert world.step("I stick")[2] is True
     assert set(WORLDS) >= {"frozen_lake", "sokoban", "countdown", "math", "qa", "text_game"}
+
+
+def test_options_that_leave_nothing_to_solve_end_with_their_names_and_a_remedy():
+    for wrong in ({"size": 4}, {"num_pulls": 0}, {"wall_share": 1.0}, {"wall_share": -0.1}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            SokobanOptions(**wrong)
+    with pytest.raises(ValueError, match="none of 10000 rooms .*; lower wall_share"):
+        generate(SokobanOptions(wall_share=0.99), Random(0))
+    with pytest.raises(ValueError, match="none of 10000 maps .*; raise frozen_share"):
+        FrozenLake(FrozenLakeOptions(frozen_share=0.01, size=8)).reset(seed=0)
+    for seed in range(20):
+        assert _solvable_map(FrozenLakeOptions(size=6), seed) == generate_random_map(size=6, p=0.8, seed=seed)
