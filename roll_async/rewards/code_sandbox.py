@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from roll_async.rewards.answers import after_thinking
 from roll_async.rewards.sandbox.cases import Case, parse_cases
@@ -17,7 +18,9 @@ from roll_async.rewards.sandbox.remote import RemoteSandbox
 from roll_async.rewards.sandbox.values import decode
 from roll_async.rewards.verdict import Verdict
 
-_FENCE = re.compile(r"^[ \t]{0,8}```([^\n`]*)\n(.*?)^[ \t]{0,8}```[ \t]*$", re.DOTALL | re.MULTILINE)
+_LINE_END = re.compile(r"\r\n?|\n")
+_FENCE = re.compile(r"([ \t]*)(`{3,}(?=[^`]*\Z)|~{3,})[ \t]*(.*)")
+_LANGUAGE = re.compile(r"\W*(python3?|py)(?![^\W_])", re.IGNORECASE)
 _TOLERANCE = 1e-6
 _RESERVE = 0.9
 """Share of the sample's time used for cases: the verdict must come before the pool gives the sample up."""
@@ -95,10 +98,33 @@ class CodeSandbox:
 
 def program_of(text: str) -> str | None:
     """The last fenced block marked as Python, else the last one without a mark, after the thinking."""
-    blocks = _FENCE.findall(after_thinking(text))
-    python = [code for mark, code in blocks if mark.strip().lower().split(" ")[0] in ("python", "python3", "py")]
-    plain = [code for mark, code in blocks if not mark.strip()]
+    blocks = [block for block in _blocks(after_thinking(text)) if block[1].strip()]
+    python = [code for mark, code in blocks if _LANGUAGE.match(mark)]
+    plain = [code for mark, code in blocks if not mark]
     return (python or plain or [None])[-1]
+
+
+def _blocks(text: str) -> Iterator[tuple[str, str]]:
+    """(mark, code) of each fenced block, by the rules of CommonMark, but for fences that may be indented by any depth,
+    as in a list. The end of the text closes a block.
+    """
+    opened, lines = None, []
+    for line in _LINE_END.split(text):
+        fence = _FENCE.fullmatch(line)
+        if opened is None:
+            opened, lines = fence, []
+        elif fence and not fence[3] and fence[2].startswith(opened[2]) and _depth(fence) < _depth(opened) + 4:
+            yield opened[3].strip(), "".join(lines)
+            opened = None
+        else:
+            # What has less than the fence's own indent keeps nothing of it.
+            lines.append(line[len(os.path.commonprefix((opened[1], line))) :] + "\n")
+    if opened is not None:
+        yield opened[3].strip(), "".join(lines)
+
+
+def _depth(fence: re.Match[str]) -> int:
+    return len(fence[1].expandtabs(4))
 
 
 def judge(case: Case, outcome: ProgramResult) -> tuple[float, str]:

@@ -220,12 +220,47 @@ def test_slow_cases_share_the_time_of_their_sample():
         ("```python\na\n```\nrun it:\n```bash\nls\n```\n```\nout\n```", "a\n"),
         ("<think>```python\na\n```</think> none", None),
         ("no code", None),
-        ("```python\nunclosed", None),
+        ("```python\na\n```\n```python\nunclosed", "unclosed\n"),
         ("```" * 20_000, None),
     ],
 )
 def test_the_program_is_the_last_block_of_python_after_the_thinking(text, code):
     assert program_of(text) == code
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "1. So:\n   ```python\n   if a:\n       b\n   ```",
+        "So:\n          ```python\n          if a:\n              b\n          ```\nEnd.",
+        "\t```python\n\tif a:\n\t    b\n\t```",
+        "So:\r\n```python\r\nif a:\r\n    b\r\n```\r\nEnd.",
+        "````python\nif a:\n    b\n`````\n",
+        "~~~ python\nif a:\n    b\n~~~ ",
+        "```python:solution.py\nif a:\n    b\n```",
+        "``` {.python title=a}\nif a:\n    b\n```",
+        "```python\nif a:\n    b",
+        "```\nif a:\n    b\n```\n```\n",
+        "```no ` fence\n```py\nif a:\n    b\n```",
+    ],
+)
+def test_a_block_is_fenced_as_in_markdown(text):
+    assert program_of(text).rstrip() == "if a:\n    b"
+
+
+def test_a_fence_inside_a_block_is_text_of_it():
+    for inner in ("~~~", "```python", "    ```", "```a"):
+        code = f'"""\n{inner}\n"""\n'
+        assert program_of(f"```python\n{code}```\n") == code
+    assert program_of("````python\n```\n````") == "```\n"
+
+
+def test_fences_are_found_in_time_linear_in_the_answer():
+    began_s = time.monotonic()
+    for piece in ("`", "```\n", "``` `\n", "    ```x\n", "~~~\n```\n", "\t"):
+        program_of(f"```python\n{piece * (200_000 // len(piece))}")
+        program_of(piece * (200_000 // len(piece)))
+    assert time.monotonic() - began_s < patient(5)
 
 
 def test_without_a_block_the_format_is_wrong(sandbox):
