@@ -109,8 +109,11 @@ def _outcome(run: ProgramRun, ran: dict, word: str) -> ProgramResult:
     elif run.kind in ("call", "values", "assert"):
         stdout, found, reported = stdout.rpartition(word)
         if found and run.kind in ("call", "values"):
-            # The first line: what a program prints at its exit stands behind it.
-            result = {"value" if run.kind == "call" else "values": json.loads(reported.splitlines()[0])}
+            try:
+                # The first line: what a program prints at its exit stands behind it.
+                result = {"value" if run.kind == "call" else "values": json.loads(reported.splitlines()[0])}
+            except (ValueError, IndexError, RecursionError):
+                pass  # no result
         elif found:
             result = {"passed": 1, "total": 1}
     late = ran.get("status") == "TimeLimitExceeded"

@@ -25,7 +25,9 @@ def encode(value: object) -> object:
     if kind.__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
         value = value.item()  # type: ignore[attr-defined]
     if isinstance(value, int):
-        return int.__add__(value, 0)
+        number = int.__add__(value, 0)
+        # Python refuses decimal numbers of more than 4,300 digits.
+        return number if number.bit_length() < 10_000 else ["int", hex(number)]
     if isinstance(value, float):
         # Hexadecimal is exact, and JSON has neither infinity nor NaN.
         return ["float", float.hex(float.__add__(value, 0.0))]
@@ -67,6 +69,8 @@ def _decoded(data: object) -> object:
         raise ValueError(f"no encoded value: {str(data)[:80]}")
     kind, content = data
     match kind:
+        case "int":
+            return int(content, 16)
         case "float":
             return float.fromhex(content)
         case "complex":

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import pickle
+import re
 import subprocess
 import sys
 import time
@@ -18,6 +19,8 @@ from roll_async.rewards.code_sandbox import CodeSandbox, program_of, same_output
 from roll_async.rewards.sandbox.cases import parse_cases
 from roll_async.rewards.sandbox.confine import missing
 from roll_async.rewards.sandbox.prelude import with_prelude
+from roll_async.rewards.sandbox.protocol import ProgramRun
+from roll_async.rewards.sandbox.remote import RemoteSandbox
 from roll_async.rewards.serving.router import RewardRouter
 from roll_async.schema import RewardStatus
 from tests.patience import patient
@@ -85,6 +88,7 @@ FORMS = {
     "a future import": ("from __future__ import annotations\n" + TYPED, ["assert add([1], 2) == 3"], {}, 1),
     "tuples and sets": ("def f(): return (1, {2}, {3: 'x'}, 1.5, None, b'a')", ["assert f() == (1, {2}, {3: 'x'}, 1.5, None, b'a')"], {}, 1),
     "numbers of any length": ("def f(): return len(str(10 ** 5000)) + int('9' * 5000) % 2", ["assert f() == 5002"], {}, 1),
+    "an integer of any length": ("def f(): return -10 ** 5000", ["assert f() == -10 ** 5000", "assert f() + 1 > f()"], {}, 2),
     "closeness": (MEAN, ["assert abs(mean([1, 2]) - 1.5) < 1e-6", "assert math.isclose(mean([1, 2]), 1.5, rel_tol=0.01)"], {}, 2),
     "HumanEval, closeness and truth": (MEAN, "", {"test": "def check(candidate):\n    assert abs(candidate([1, 2]) - 1.5) < 1e-6\n    assert candidate([1, 3]) and not candidate([0])\n    assert [candidate([n]) for n in (1, 2)] == [1, 2]", "entry_point": "mean"}, 1),
     "counters are dictionaries": ("def f(): return Counter('aab')", ["assert f() == {'a': 2, 'b': 1}"], {}, 1),
@@ -349,3 +353,20 @@ def test_where_programs_cannot_be_contained_the_reward_is_refused_unless_told_ot
         CodeSandbox()
     with pytest.raises(ValueError, match="all | fraction"):
         CodeSandbox(scoring="some")
+
+
+def test_what_a_remote_program_reports_that_cannot_be_read_is_no_result():
+    class Answering(RemoteSandbox):
+        def _post(self, body, timeout_s):
+            word = re.search(r"print\('([0-9a-f]{32})'", body["code"])[1]
+            return {"run_result": {"stdout": word + self.reported, "return_code": 0}}
+
+    remote = Answering("http://nowhere")
+    for remote.reported, result in (
+        ("3", {"value": 3}),
+        ("9" * 5000, None),
+        ("[" * 9999, None),
+        ("", None),
+        ("x", None),
+    ):
+        assert remote.run(ProgramRun(kind="call", code="", function="f")).result == result
