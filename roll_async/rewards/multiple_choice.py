@@ -22,7 +22,7 @@ _MARKUP = (
 )
 """Of LaTeX and Markdown what stands around a letter, and what stands for a word."""
 _TITLE = re.compile(
-    r"(?:(?:the\s)?(?:final\s|correct\s)?(?:answer|option|choice)s?(?:\s(?:is|are))?\s?:?\s+)+(?=[(\[]?[A-Za-z]\b)",
+    r"(?:(?:the\s)?(?:final\s|correct\s)?(?:answer|option|choice)s?(?:\s(?:is|are))?(?:\s?:)?\s+)+(?=[(\[]?[A-Za-z]\b)",
     re.IGNORECASE,
 )
 _LETTER = r"[(\[<']?([A-Z])[)\]>']?"
@@ -37,6 +37,10 @@ _ANOTHER = re.compile(
 _RUN = re.compile(r"[A-Z]{2,10}")
 _ARTICLE = re.compile(r"a\b.*", re.DOTALL)
 """In a sentence, a small a is no letter of a choice."""
+_PRONOUN = re.compile(
+    r"[AI](?:['\u2019]|\s+(?!(?:and|or|nor|vs|not|because|since|is|as|which|due|for|with|but|so)\b)[a-z])"
+)
+"""In "I don't know" and "A lot of" there is no letter of a choice."""
 _PHRASE = re.compile(
     r"\b(?:answer|choice|option)s?(?:\s{1,2}is|\s{1,2}are)?\s{0,2}:?\s{0,2}[*(\[]{0,3}([A-Z])\b(?!')", re.IGNORECASE
 )
@@ -84,7 +88,7 @@ def _stated(text: str, choices: Mapping[str, str], form: str) -> frozenset[str]:
     visible = after_thinking(text)
     phrase = deque(_PHRASE.finditer(visible), maxlen=1)
     # The pattern ignores case for its words; the letter of a choice is a capital.
-    if phrase and phrase[0][1].isupper():
+    if phrase and phrase[0][1].isupper() and not _PRONOUN.match(visible, phrase[0].start(1)):
         behind = visible[phrase[0].end() :].lstrip(")]*")
         return frozenset() if _ANOTHER.match(_without_markup(behind[:80])) else frozenset(phrase[0][1])
     if form != "auto":
@@ -111,6 +115,10 @@ def _letters(answer: str, choices: Mapping[str, str]) -> frozenset[str]:
     plain = plain[title.end() :] if title else plain
     if _RUN.fullmatch(plain) and len(set(plain)) == len(plain):
         return frozenset(plain)
+    written = answer.strip()
+    # As it was written: a letter in bold is no word.
+    if _PRONOUN.match(written, title.end() if (title := _TITLE.match(written)) else 0):
+        return frozenset()
     stated = _LETTERS.match(plain)
     if not stated:
         small = re.fullmatch(r"[(\[]?([a-z])[)\]]?", plain)

@@ -9,7 +9,7 @@ WORDS = ("Left", "Down", "Right", "Up")
 STEPS = ((0, -1), (1, 0), (0, 1), (-1, 0))
 """(rows, columns) of each."""
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
-_WORD = re.compile(r"\b(left|down|right|up|[ldru])\b", re.IGNORECASE)
+_WORD = re.compile(r"(?<!\w['\u2019])\b(left|down|right|up|[ldru])\b", re.IGNORECASE)
 
 
 def direction(text: str) -> int | None:

@@ -195,7 +195,19 @@ def test_an_unknown_world_is_refused():
         check(WorldSpec(env_type="roll_async.envs.worlds.frozen_lake.Sea", values={}))
 
 
-@pytest.mark.parametrize(("text", "move"), [("Go LEFT", 0), ("up then down", 1), ("R", 2), ("upper", None), ("", None)])
+@pytest.mark.parametrize(
+    ("text", "move"),
+    [
+        ("Go LEFT", 0),
+        ("up then down", 1),
+        ("R", 2),
+        ("Right, I'd say", 2),
+        ("'up'", 3),
+        ("I\u2019d \u2018L\u2019", 0),
+        ("upper", None),
+        ("", None),
+    ],
+)
 def test_directions(text, move):
     assert direction(text) == move
 

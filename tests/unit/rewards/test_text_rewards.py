@@ -56,6 +56,24 @@ def test_another_letter_or_none_is_wrong(text, score, form):
     assert (verdict.score, verdict.format) == (score, form) and verdict.reason
 
 
+@pytest.mark.parametrize("form", ["Answer: %s", r"\boxed{%s}", "the answer is %s", "So the answer: %s"])
+def test_a_letter_that_is_a_word_of_a_sentence_is_none(form):
+    for said in ("I don't know", "I\u2019d say none", "A lot of them", "I think so", "I'm not sure"):
+        for reference in "AI":
+            assert MultipleChoice()(form % said, reference, {}).score == 0, said
+    for said in (
+        "A because of it",
+        "A since it is",
+        "A is right",
+        "A.",
+        "**A** cat",
+        "A Paris",
+        "A, a town",
+        "A as told",
+    ):
+        assert MultipleChoice()(form % said, "A", {}).score == 1, said
+
+
 WRAPPERS = re.split(
     "  |\n",
     r"""\boxed{B}  \fbox{B}  \framebox{B}  \text{B}  \mathrm{B}  \textbf{B}  \mathbf{B}  $B$  \(B\)  \[B\]  \text{(B)}
