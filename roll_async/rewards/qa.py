@@ -12,6 +12,9 @@ from collections.abc import Mapping
 from roll_async.rewards.answers import after_thinking, check_answer_format, final_answer, format_of
 from roll_async.rewards.verdict import Verdict
 
+_COMMAND = re.compile(r"\\(?:text[a-z]*|math[a-z]+|mbox|emph|operatorname)\s?(?=\{)")
+_SPACE = re.compile(r"\\[,;:! ]|~")
+"""Of LaTeX around the words of an answer; what is left of it is punctuation."""
 _SQUAD_ARTICLE = re.compile(r"\b(a|an|the)\b")
 _SQUAD_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = frozenset({"a", "an", "the"})
@@ -31,7 +34,7 @@ class QuestionAnswer:
 
     def __call__(self, text: str, ground_truth: str, extra: Mapping[str, str]) -> Verdict:
         stated = final_answer(text, format_of(extra, self._format))
-        answer = self._words(after_thinking(text) if stated is None else stated)
+        answer = self._words(after_thinking(text) if stated is None else _SPACE.sub(" ", _COMMAND.sub("", stated)))
         references = _references(ground_truth)
         f1 = max(overlap_f1(answer, self._words(r)) for r in references)
         exact = float(any(answer == self._words(r) for r in references))

@@ -200,3 +200,14 @@ def test_f1_agrees_with_its_definition_on_all_small_multisets():
         precision, recall = common / 3, common / 2
         expected = 2 * precision * recall / (precision + recall) if common else 0.0
         assert overlap_f1(list(answer), list(reference)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("reward", [QuestionAnswer, ExactAnswer, WordAnswer])
+def test_a_stated_answer_is_read_without_the_commands_of_latex_around_it(reward):
+    for said in (
+        r"\boxed{\text{New York}}", r"\boxed{\textbf{\text{New} \mathrm{York}}}", r"Answer: $\text{New}~\text{York}$",
+        r"<answer>\mbox{New\ York}</answer>", r"\boxed{\operatorname {New}\,York}", r"so \boxed{\text{New\;York.}}",
+    ):  # fmt: skip
+        verdict = reward()(said, "New York", {})
+        assert (verdict.score, verdict.acc) == (1, 1), said
+    assert reward()("Answer: context", "context", {}).score == 1
