@@ -197,7 +197,7 @@ def _told(task: Task, options: ExternalOptions) -> dict[str, object]:
 @lru_cache(maxsize=8)  # every trajectory asks for its row
 def _rows(file: str) -> list[Mapping[str, object]]:
     rows = []
-    for number, line in enumerate(Path(file).read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(Path(file).read_text(encoding="utf-8").split("\n"), 1):
         try:
             row = json.loads(line) if line.strip() else {}
         except json.JSONDecodeError as error:

@@ -41,7 +41,8 @@ class Search:
 
     def __init__(self, options: SearchOptions) -> None:
         self._options = options
-        rows = [json.loads(line) for line in Path(options.file).read_text().splitlines() if line.strip()]
+        text = Path(options.file).read_text(encoding="utf-8")
+        rows = [json.loads(line) for line in text.split("\n") if line.strip()]
         self._texts = [": ".join(str(row[key]) for key in ("title", "text") if row.get(key)) for row in rows]
         lengths = [len(_words(text)) for text in self._texts]
         self._mean = max(1.0, sum(lengths) / max(1, len(lengths)))

@@ -58,7 +58,7 @@ def _records(path: Path) -> Iterator[tuple[str, object]]:
     if text.lstrip().startswith("["):
         yield from ((f"{path}: row {number}", row) for number, row in enumerate(json.loads(text), 1))
         return
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # a text may hold U+2028
         if line.strip():
             try:
                 yield f"{path}:{number}", json.loads(line)

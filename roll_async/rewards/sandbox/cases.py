@@ -218,7 +218,7 @@ def _call(function: str, given: object, expected: object) -> Case:
     if not isinstance(given, str):
         return Case(kind="call", function=function, arguments=[given], expected=expected)
     try:
-        arguments = [json.loads(line) for line in given.splitlines() if line.strip()]
+        arguments = [json.loads(line) for line in given.split("\n") if line.strip()]
     except json.JSONDecodeError as error:
         raise ValueError(f"input {given[:60]!r} of {function} must be one JSON value per line: {error}") from error
     try:

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from roll_async.agents.episode import run_agent
 from roll_async.agents.gateway.server import PolicyGateway
-from roll_async.agents.processes.external import PASSED_ON, SUPERVISOR, HttpAgent, result_of
+from roll_async.agents.processes.external import PASSED_ON, SUPERVISOR, CommandOptions, HttpAgent, result_of
 from roll_async.agents.processes.supervisor import _KEPT_BYTES, Output
 from roll_async.agents.protocol import Task, is_agent
 from roll_async.cluster.reaper import MARKER_VARIABLE
@@ -333,6 +333,12 @@ def test_a_file_without_rows_is_refused(tmp_path, text, message):
     file.write_text(text)
     with pytest.raises(ValueError, match=message):
         check(WorldSpec(env_type="command", values={"command": ["true"], "file": str(file)}))
+
+
+def test_a_row_may_hold_separators_of_unicode(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"question": "a\u2028b\x85"}\n\n{"question": "c"}\n', encoding="utf-8")
+    options = CommandOptions(command=("true",), file=str(tmp_path / "rows.jsonl"))
+    assert [options.row(seed)["question"] for seed in (0, 1)] == ["a\u2028b\x85", "c"]
 
 
 def test_a_row_too_long_for_a_variable_is_said(sessions, tmp_path):

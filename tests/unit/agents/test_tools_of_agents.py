@@ -49,6 +49,9 @@ def test_a_search_says_title_and_text_is_bounded_and_may_find_nothing(tmp_path):
     assert search("OTTERS") == "[1] Otters: swim in rive"
     assert search("rivers").splitlines() == ["[1] rivers rivers rivers", "[2] Otters: swim in rive"]
     assert search("cats") == "nothing found"
+    (tmp_path / "passages.jsonl").write_text('{"text": "caf\u00e9\u2028s\x85"}\n', encoding="utf-8")
+    tool = Search(SearchOptions(file=str(tmp_path / "passages.jsonl")))
+    assert asyncio.run(tool.call("search", {"query": "caf\u00e9"})) == "[1] caf\u00e9\u2028s\x85"
     with pytest.raises(ValueError, match="query"):
         asyncio.run(Search(SearchOptions(file=str(tmp_path / "passages.jsonl"))).call("search", {}))
 

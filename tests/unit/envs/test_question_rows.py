@@ -23,6 +23,12 @@ def test_one_file_serves_rlvr_runs_and_worlds(tmp_path):
         assert read_questions(str(tmp_path / name)) == [wanted], name
 
 
+def test_separators_of_unicode_inside_a_text_end_no_line_of_a_file(tmp_path):
+    said = "a\u2028b\u2029c\x85d"
+    (tmp_path / "rows.jsonl").write_text(f'{{"question": "{said}", "answer": "1"}}\r\n', encoding="utf-8")
+    assert read_questions(str(tmp_path / "rows.jsonl")) == [Question(said, "1")]
+
+
 def test_a_developer_instructs_as_the_system_does_and_parts_are_one_text(tmp_path):
     question = {"role": "user", "content": [{"type": "text", "text": "6*"}, {"type": "text", "text": "7="}]}
     row = {"messages": [{"role": "developer", "content": "Be brief."}, question], "ground_truth": "42"}

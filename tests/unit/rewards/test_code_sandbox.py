@@ -320,6 +320,11 @@ def test_a_row_without_usable_cases_is_an_error_of_the_row(truth, message):
         parse_cases(truth, {})
 
 
+def test_an_argument_of_a_case_may_hold_separators_of_unicode():
+    (case,) = parse_cases(json.dumps([{"input": '"a\u2028b"\n"\x85"', "output": "1"}]), {"fn_name": "f"})
+    assert case.arguments == ["a\u2028b", "\x85"]
+
+
 def test_the_config_of_a_domain_reaches_the_programs(build):
     config = RewardConfig(
         type="code_sandbox",
