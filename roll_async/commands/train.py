@@ -25,6 +25,7 @@ from roll_async.commands.configs import template
 from roll_async.commands.run import exit_code, opened, origin, shown_cause, trained
 from roll_async.config.secrets import shown_override
 from roll_async.config.user_code import is_library
+from roll_async.config.yaml.diagnostics import printable
 from roll_async.launch.run_start import checkpoints_of
 from roll_async.pipelines.protocol import RunEnd
 from roll_async.pipelines.wire import UserHooks
@@ -192,7 +193,8 @@ def _flat(values: Mapping[str, object], prefix: str = "") -> Iterator[str]:
             yield from _flat(value, f"{prefix}{key}.")
             continue
         try:
-            yield f"{prefix}{key}={json.dumps(str(value) if isinstance(value, Path) else value)}"
+            text = json.dumps(str(value) if isinstance(value, Path) else value, ensure_ascii=False)
+            yield f"{prefix}{key}={printable(text)}"  # YAML knows these escapes, and not the pairs of JSON
         except TypeError as error:
             raise ValueError(f"{prefix}{key}: {error}; give a number, a text, a list or a dict") from error
 

@@ -53,6 +53,15 @@ def test_what_it_writes_is_valid_fits_and_takes_one_optimizer_step_a_batch(capsy
     assert 20 <= len(Path("mine/config.yaml").read_text().splitlines()) <= 30
 
 
+def test_every_character_of_a_name_is_in_the_config_as_it_is(capsys):
+    name = "\U0001f600 \xe9 ${x}, 1"
+    data = Path(rows(question="2 + 3?", answer="5")).rename(f"{name}.jsonl")
+    assert new(capsys, name, "--model", f"acme/{name}-1.7B", "--data", str(data), "--gpus", "1")[0] == 0
+    config = load(str(Path(name) / "config.yaml"))
+    assert (config.exp_name, config.pretrain) == (name, f"acme/{name}-1.7B")
+    assert config.actor_train.data_args.file_name == (str(data.resolve()),)
+
+
 def test_without_a_reward_it_writes_one_that_works_beside_the_config(capsys):
     data = rows(question="2 + 3?", answer="5")
     code, said = new(capsys, "mine", "--model", QWEN, "--data", data, "--gpus", "1")
@@ -122,6 +131,10 @@ GOOD = {"model": QWEN, "data": [{"prompt": "1+1?", "ground_truth": "2"}], "rewar
         ({"reward": "gone.score"}, "there is no module gone"),
         ({"max_stepps": 3}, "max_stepps: unknown key; did you mean 'max_steps'"),
         ({"actor_train": {"training_args": {"learning_rate": "fast"}}}, "learning_rate: expected"),
+        (
+            {"tracking": {"tracker_kwargs": {"a": "\U0001f600\u2028\x7f"}}, "seed": "x"},
+            "error C003: seed: expected int",
+        ),
         ({"seed": {1}}, "seed: .* not JSON serializable; give a number, a text, a list or a dict"),
         ({"model": "acme/thing"}, "its name has no size"),
     ],

@@ -6,7 +6,6 @@ optimizer on the devices, trainer and engines apart, no recomputation, few tenso
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from roll_async.checkpoint.known_models import known_config
 from roll_async.checkpoint.model_sizes import longest_context
 from roll_async.config.api import ConfigError
 from roll_async.config.schema_rollout import REWARDS
+from roll_async.config.yaml.emit import scalar
 from roll_async.prompts.rows import BadRows, found_columns, read_records
 
 SIZES = {0.5: "Qwen2.5-0.5B", 1.5: "Qwen2.5-1.5B", 3.0: "Qwen2.5-3B", 7.6: "Qwen2.5-7B", 14.8: "Qwen2.5-14B",
@@ -197,7 +197,7 @@ def first_config(choices: Choices, device_bytes: int, code: Mapping[str, str] = 
             text = _text(choices, layout)
             path.write_text(text)
             try:
-                uses = device_uses(check_supported(path, [f"pretrain={json.dumps(stand_in)}"]).config, device_bytes)
+                uses = device_uses(check_supported(path, [f"pretrain={scalar(stand_in)}"]).config, device_bytes)
             except ConfigError as error:
                 problem = "; ".join(f"{d.key}: {d.message}" for d in error.diagnostics if d.is_error)
                 continue
@@ -236,7 +236,7 @@ def _text(choices: Choices, layout: DeviceLayout) -> str:
     engine = [f"tensor_parallel_size: {layout.engine_tensor}"] if layout.engine_tensor > 1 else []
     engine += ["gpu_memory_utilization: 0.8"] if not on_cpu else ["enforce_eager: true"] * (choices.engine == "vllm")
     rule = choices.reward if choices.reward in RULES else "mine"
-    reward = "num_workers: 2" if rule == choices.reward else f"type: {_scalar(choices.reward)}, num_workers: 2"
+    reward = "num_workers: 2" if rule == choices.reward else f"type: {scalar(choices.reward)}, num_workers: 2"
     data = {"file_name": choices.file, **choices.columns}
     where = "on CPU" if on_cpu else f"{choices.gpus} GPU" + "s" * (choices.gpus > 1)
     together = layout.engines == 0
@@ -246,8 +246,8 @@ def _text(choices: Choices, layout: DeviceLayout) -> str:
 # {head}.
 # Check it with `roll-async validate FILE` and `roll-async show FILE --memory`; all keys: docs_roll/configuration.md.
 # Derived: {prompts} groups * {choices.samples} = {samples} samples per step = 1 optimizer step.
-exp_name: {_scalar(choices.name)}  # output goes to output/{choices.name}
-pretrain: {_scalar(choices.model)}
+exp_name: {scalar(choices.name)}  # output goes to output/{choices.name}
+pretrain: {scalar(choices.model)}
 max_steps: 200
 save_steps: 50  # a checkpoint; the model as a Transformers folder is written at the end
 rollout_batch_size: {prompts}  # prompts of a step
@@ -262,7 +262,7 @@ actor_train:
   max_tokens_per_microbatch: {tokens}  # less when memory is short
 {"  model_args: {dtype: fp32}" + chr(10) if on_cpu else ""}\
   training_args: {{learning_rate: {rate}, gradient_accumulation_steps: {accumulation}}}
-  data_args: {{{", ".join(f"{key}: {_scalar(value)}" for key, value in data.items())}}}
+  data_args: {{{", ".join(f"{key}: {scalar(value)}" for key, value in data.items())}}}
   strategy_args:
     strategy_name: megatron_train
 {_settings(settings)}\
@@ -280,9 +280,3 @@ def _devices(first: int, number: int) -> str:
 
 def _settings(settings: Sequence[str]) -> str:
     return f"    strategy_config: {{{', '.join(settings)}}}\n" if settings else ""
-
-
-def _scalar(text: str) -> str:
-    """Plain where YAML reads it as the same text in a flow map."""
-    is_plain = re.fullmatch(r"[A-Za-z_./][A-Za-z0-9_./-]*[A-Za-z0-9]", text)
-    return text if is_plain and text.lower() not in ("true", "false", "null", ".inf", ".nan") else json.dumps(text)
