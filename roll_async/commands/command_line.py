@@ -10,10 +10,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
+from roll_async.config.yaml.diagnostics import printable
 from roll_async.config.yaml.suggest import closest
 from roll_async.observe.run_record import RECORD, unused
 
@@ -115,7 +116,26 @@ def print_pairs(rows: Sequence[tuple[str, str]]) -> None:
         print_table(("", ""), rows)
         return
     width = max(len(name) for name, _ in rows)
-    print("\n".join(f"{name:<{width}}  {value}" for name, value in rows))
+    print_escaped("\n".join(f"{name:<{width}}  {value}" for name, value in rows), sys.stdout)
+
+
+def print_rows(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Rows with names of others in them: tab-separated lines in a pipe, a table on a terminal."""
+    shown = [[printable(cell) for cell in row] for row in (columns, *rows)]
+    if sys.stdout.isatty():
+        print_table(shown[0], shown[1:])
+    else:
+        print_escaped("\n".join("\t".join(row) for row in shown), sys.stdout)
+
+
+def print_escaped(text: str, stream: TextIO) -> None:
+    """Print in any terminal encoding: characters that the encoding does not have are escaped."""
+    print(_encodable(text, stream), file=stream)
+
+
+def _encodable(text: str, stream: TextIO) -> str:
+    encoding = stream.encoding or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
@@ -128,5 +148,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: st
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))  # rich would read [brackets] in a plain text as markup
+        table.add_row(
+            *(Text(_encodable(cell, sys.stdout)) for cell in row)
+        )  # rich would read [brackets] in a plain text as markup
     Console().print(table)

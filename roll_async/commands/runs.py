@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from roll_async.commands.command_line import EXIT_FINISHED, EXIT_USAGE, HELP, print_table
+from roll_async.commands.command_line import EXIT_FINISHED, EXIT_USAGE, HELP, print_rows
 from roll_async.observe.run_folder import RunFolder
 from roll_async.observe.run_record import read_record, state_of
 
@@ -31,11 +31,7 @@ def command(folder: Path) -> int:
     if not folder.is_dir():
         print(f"roll-async runs: {folder} is no folder; name the output_dir of your runs", file=sys.stderr)
         return EXIT_USAGE
-    rows = [_row(path) for path in sorted(folder.iterdir()) if _is_run(path)]
-    if sys.stdout.isatty():
-        print_table(_COLUMNS, rows)
-    else:
-        print("\n".join("\t".join(row) for row in (_COLUMNS, *rows)))
+    print_rows(_COLUMNS, [_row(path) for path in sorted(folder.iterdir()) if _is_run(path)])
     return EXIT_FINISHED
 
 

@@ -56,7 +56,8 @@ def test_what_it_writes_is_valid_fits_and_takes_one_optimizer_step_a_batch(capsy
 def test_every_character_of_a_name_is_in_the_config_as_it_is(capsys):
     name = "\U0001f600 \xe9 ${x}, 1"
     data = Path(rows(question="2 + 3?", answer="5")).rename(f"{name}.jsonl")
-    assert new(capsys, name, "--model", f"acme/{name}-1.7B", "--data", str(data), "--gpus", "1")[0] == 0
+    code, said = new(capsys, name, "--model", f"acme/{name}-1.7B", "--data", str(data), "--gpus", "1")
+    assert code == 0 and f"next: roll-async run --config '{name}/config.yaml'" in said
     config = load(str(Path(name) / "config.yaml"))
     assert (config.exp_name, config.pretrain) == (name, f"acme/{name}-1.7B")
     assert config.actor_train.data_args.file_name == (str(data.resolve()),)

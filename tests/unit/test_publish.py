@@ -354,8 +354,9 @@ def test_of_a_run_under_way_it_is_the_newest_checkpoint_with_a_model(run, tmp_pa
     shutil.rmtree(run / "checkpoints/step_00000005/hf")
     shutil.rmtree(run / "checkpoints/step_00000010/hf")
     capsys.readouterr()
+    run = run.rename(tmp_path / "my run")
     assert publish(run) == 2
-    assert f"becomes one: roll-async convert {run} {run / 'hf'}" in capsys.readouterr().err
+    assert f"becomes one: roll-async convert '{run}' '{run / 'hf'}'" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import click
 
-from roll_async.commands.command_line import HELP, POSITIVE
+from roll_async.commands.command_line import HELP, POSITIVE, print_escaped
 
 _MOST_GPUS = 8
 
@@ -49,7 +50,8 @@ def command(
     except (ValueError, OSError) as error:
         print(f"roll-async new: {error}", file=sys.stderr)
         return 2
-    print("\n".join([*(f"wrote {path}" for path in written), f"next: roll-async run --config {written[0]}"]))
+    run = shlex.join(["roll-async", "run", "--config", str(written[0])])
+    print_escaped("\n".join([*(f"wrote {path}" for path in written), f"next: {run}"]), sys.stdout)
     return 0
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from roll_async.commands.command_line import EXIT_USAGE, HELP
-from roll_async.commands.configs.validate import print_escaped, report
+from roll_async.commands.command_line import EXIT_USAGE, HELP, print_escaped
+from roll_async.commands.configs.validate import report
 from roll_async.config.api import ConfigError, Diagnostic
 from roll_async.config.loading.names import LOST
 from roll_async.config.loading.porting import AnotherPipeline, Port, port

@@ -5,7 +5,7 @@ from typing import TextIO
 
 import click
 
-from roll_async.commands.command_line import AS_TYPED
+from roll_async.commands.command_line import AS_TYPED, print_escaped
 from roll_async.config.api import ConfigError, Loaded
 from roll_async.config.loading.check import KIND_CLASSES
 from roll_async.config.yaml.compose import OVERRIDE
@@ -99,9 +99,3 @@ def parse(args: list[str]) -> tuple[list[str], list[str], str | None]:
 def report(diagnostics: tuple[Diagnostic, ...], stream: TextIO) -> None:
     for diagnostic in diagnostics:
         print_escaped(str(diagnostic), stream)
-
-
-def print_escaped(text: str, stream: TextIO) -> None:
-    """Print in any terminal encoding: characters that the encoding does not have are escaped."""
-    encoding = stream.encoding or "utf-8"
-    print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream)

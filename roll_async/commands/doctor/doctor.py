@@ -11,8 +11,8 @@ from pathlib import Path
 
 import click
 
-from roll_async.commands.command_line import AS_TYPED, EXIT_FINISHED, EXIT_USAGE, print_table
-from roll_async.commands.configs.validate import parse, print_escaped
+from roll_async.commands.command_line import AS_TYPED, EXIT_FINISHED, EXIT_USAGE, print_escaped, print_table
+from roll_async.commands.configs.validate import parse
 from roll_async.commands.doctor import devices, machine, packages
 from roll_async.commands.doctor.findings import Check, Finding, Level, examine, issue_text
 from roll_async.config.api import ConfigError, Diagnostic

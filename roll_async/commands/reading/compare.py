@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import click
 
-from roll_async.commands.command_line import EXIT_FINISHED, HELP, bad_usage, print_table
+from roll_async.commands.command_line import EXIT_FINISHED, HELP, bad_usage, print_rows
 from roll_async.observe.reading.run_reader import RunReader, config_differences
 
 _KEYS = (
@@ -49,13 +48,6 @@ def command(one: Path, other: Path, every: int | None) -> int:
         if key in of_first[step] or key in of_second[step]
     ]
     names = (str(one), str(other))
-    _show(("step", "metric", *names), rows)
-    _show(("config", *names), differences)
+    print_rows(("step", "metric", *names), rows)
+    print_rows(("config", *names), differences)
     return EXIT_FINISHED
-
-
-def _show(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-    if sys.stdout.isatty():
-        print_table(columns, rows)
-    else:
-        print("\n".join("\t".join(row) for row in (columns, *rows)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -96,7 +97,7 @@ def command(
             write_card(folder, reader, repo=repo, revision=revision, base=base, step=step, num_samples=samples)
             if target is not None:
                 folder.rename(target)
-                print(f"{target}: what `roll-async publish {run} --repo {repo}` uploads; nothing was uploaded")
+                print(f"{target}: what this command uploads without --dry-run or --output; nothing was uploaded")
                 return EXIT_FINISHED
             api.create_repo(repo, private=private or None, exist_ok=True)
             if revision:
@@ -134,7 +135,8 @@ def _model_of(run: RunReader, name: str) -> tuple[Path, int]:
     if name == "hf_adapter":
         raise ValueError(f"{run.path} has no hf_adapter/: only runs with lora_rank write one, when they end")
     again = f"; or go on with it: {about['continue']}" if about["continue"] else ""
-    convert = f"; its newest checkpoint becomes one: roll-async convert {run.path} {run.path / name}"
+    words = ["roll-async", "convert", str(run.path), str(run.path / name)]
+    convert = f"; its newest checkpoint becomes one: {shlex.join(words)}"
     if not any(place.steps() for place in saved):
         convert = ""
     raise ValueError(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import click
 
-from roll_async.commands.command_line import EXIT_FINISHED, HELP, bad_usage
+from roll_async.commands.command_line import EXIT_FINISHED, HELP, bad_usage, print_escaped
 from roll_async.observe.reading.run_reader import RunReader, visible
 from roll_async.observe.reading.sample_index import SampleFilter
 
@@ -43,11 +44,11 @@ def command(run: Path, order: str | None, step: int | None, domain: str | None, 
         return bad_usage("samples", wrong)
     for entry, row in zip(entries, rows, strict=True):
         score = "-" if entry["score"] is None else f"{entry['score']:.3f}"
-        print(
+        text = (
             f"step {entry['step']}  group {entry['group_id']}  {entry['domain']}  score {score}  {entry['outcome']}  "
-            f"{entry['tokens']} tokens  version {entry['version']}"
+            f"{entry['tokens']} tokens  version {entry['version']}\n"
         )
         for name in ("prompt", "response", "ground_truth"):
-            print(f"  {name}: " + visible(str(row[name])).replace("\n", "\n    "))
-        print()
+            text += f"  {name}: " + str(row[name]).replace("\n", "\n    ") + "\n"
+        print_escaped(visible(text), sys.stdout)
     return EXIT_FINISHED

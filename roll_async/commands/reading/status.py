@@ -7,7 +7,8 @@ from pathlib import Path
 import click
 
 from roll_async.commands.command_line import EXIT_FINISHED, HELP, bad_usage, print_pairs
-from roll_async.observe.reading.run_reader import RunReader, visible
+from roll_async.config.yaml.diagnostics import printable
+from roll_async.observe.reading.run_reader import RunReader
 
 
 @click.command(context_settings=HELP)
@@ -39,5 +40,5 @@ def command(run: Path) -> int:
         *[("advice", f"{found['title']}. {found['advice']}") for found in about["advisories"]],  # type: ignore[attr-defined]
         *([("continue with", str(about["continue"]))] if about["continue"] else []),
     ]
-    print_pairs([(name, visible(text)) for name, text in rows])
+    print_pairs([(name, printable(text)) for name, text in rows])
     return EXIT_FINISHED

@@ -1,9 +1,11 @@
 """A run's folder read while it goes on: metrics, samples, lanes, advice; and the commands that print them."""
 
+import io
 import json
 import math
 import shutil
 import sqlite3
+import sys
 import time
 
 import pytest
@@ -266,6 +268,17 @@ def test_the_commands_print_plain_lines(run, tmp_path, capsys):
     lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
     assert [line[0] for line in lines if line[1] == "reward/mean"] == ["4", "8"]
     assert lines[-1] == ["actor_train.training_args.learning_rate", "1e-6", "2e-6"]
+
+
+def test_names_of_any_characters_are_cells_of_one_line_in_any_encoding(run, tmp_path, monkeypatch):
+    odd = shutil.copytree(run, tmp_path / "output" / "a\tb\n\x1b[31m\u4e2d")
+    for command, *paths in (("runs", odd.parent), ("compare", odd, run), ("status", odd), ("samples", odd)):
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii", write_through=True))
+        assert main([command, *map(str, paths)]) == 0
+        told = sys.stdout.buffer.getvalue().decode("ascii")
+        assert "\x1b" not in told and (r"a\tb\n\x1b[31m\u4e2d" in told or command == "samples")
+        widths = {"runs": {6}, "compare": {4, 3}, "status": {1}, "samples": {1}}
+        assert {len(line.split("\t")) for line in told.splitlines()} == widths[command]
 
 
 def test_a_run_that_was_interrupted_is_told_how_it_goes_on(tmp_path, capsys):
