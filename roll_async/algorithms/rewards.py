@@ -163,6 +163,11 @@ def overlong_penalty(
     return -factor * excess.clamp(0, 1 if clamp else None)
 
 
+def max_length_keep(*, lengths_B: Tensor, max_length: int) -> Tensor:
+    """[B] bool: rows shorter than the limit, where only lengths are known; `TrainBatch.cut` says how an answer ended."""
+    return lengths_B < max_length
+
+
 def difficulty_keep(
     *, scores_B: Tensor, group_index_B: Tensor, low: float = 0.0, high: float = 1.0, row_mask_B: Tensor | None = None
 ) -> Tensor:

@@ -38,7 +38,7 @@ _RUN = re.compile(r"[A-Z]{2,10}")
 _ARTICLE = re.compile(r"a\b.*", re.DOTALL)
 """In a sentence, a small a is no letter of a choice."""
 _PRONOUN = re.compile(
-    r"[AI](?:['\u2019]|\s+(?!(?:and|or|nor|vs|not|because|since|is|as|which|due|for|with|but|so)\b)[a-z])"
+    r"[AI](?:['\u2019]|[^\S\n]+(?!(?:and|or|nor|vs|not|because|since|is|as|which|due|for|with|but|so)\b)[a-z])"
 )
 """In "I don't know" and "A lot of" there is no letter of a choice."""
 _PHRASE = re.compile(

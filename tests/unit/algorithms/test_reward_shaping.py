@@ -10,6 +10,7 @@ import torch
 from roll_async.algorithms.rewards import (
     RunningMoments,
     difficulty_keep,
+    max_length_keep,
     normalise_rewards,
     overlong_penalty,
     shift_scale_rewards,
@@ -109,6 +110,10 @@ def test_overlong_penalty_matches_a_loop(clamp):
     for bad in ({"buffer_length": 0}, {"buffer_length": 31}, {"factor": -1.0}):
         with pytest.raises(ValueError, match=next(iter(bad))):
             overlong_penalty(lengths_B=lengths, max_length=30, **{"buffer_length": 8, **bad})
+
+
+def test_rows_at_the_limit_are_dropped():
+    assert max_length_keep(lengths_B=torch.tensor([0, 9, 10, 11]), max_length=10).tolist() == [True, True, False, False]
 
 
 def test_difficulty_bounds_are_strict():

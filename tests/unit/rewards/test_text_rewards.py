@@ -70,6 +70,7 @@ def test_a_letter_that_is_a_word_of_a_sentence_is_none(form):
         "A Paris",
         "A, a town",
         "A as told",
+        "A\nthat was easy",
     ):
         assert MultipleChoice()(form % said, "A", {}).score == 1, said
 
