@@ -13,7 +13,7 @@ from roll_async.config.schema_worker import WorkerConfig
 from roll_async.config.yaml.node import Plain, Scalar
 from roll_async.config.yaml.yaml_text import resolve
 
-_BARE = re.compile(r"[A-Za-z0-9_./][A-Za-z0-9_./@+-]*(,? [A-Za-z0-9_./@+-]+)*")
+_BARE = re.compile(r"[A-Za-z0-9_./][A-Za-z0-9_./@+-]*( [A-Za-z0-9_./@+-]+)*")
 _ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
 _MAX_SIMPLE_KEY = 1000
 """Characters; YAML reads a longer key only after `?`."""
