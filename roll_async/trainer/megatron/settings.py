@@ -42,7 +42,7 @@ class OptimizerSettings:
     """constant, linear or cosine, from learning_rate to 0 over `total_steps`."""
     warmup_steps: int = 0
     total_steps: int = 1
-    """Of the run."""
+    """Of the run, without those in which the critic warms up and the role waits."""
     steps_per_update: int = 1
     """On what the learner is given at a time: a batch, or a part of it (require_batches)."""
     steps_per_training_step: int = 1
@@ -65,12 +65,14 @@ class OptimizerSettings:
     def of(cls, config: RunConfig, role: WorkerConfig, strategy: MegatronTrainConfig) -> OptimizerSettings:
         """As the config has it."""
         args = role.training_args
-        parts, per_update, rows = 1, 1, 0
+        parts, per_update, rows, waits = 1, 1, 0, 0
         if isinstance(config, PipelineConfig):
             parts = max(1, config.mini_batches_per_batch // config.async_training.require_batches)
             epochs = 1 if role is config.critic else config.algorithm.ppo_epochs
             mini_batch = max(1, role.mini_batch_size)  # none where the role only scores
             per_update = max(1, config.samples_per_batch // parts // mini_batch) * epochs
+            if config.critic is not None and role is not config.critic:
+                waits = config.algorithm.critic_warmup
         elif isinstance(config, SupervisedConfig) and config.num_train_epochs is not None:
             rows = config.train_batch_size
         return cls(
@@ -78,7 +80,7 @@ class OptimizerSettings:
             weight_decay=args.weight_decay,
             schedule=args.lr_scheduler_type,
             warmup_steps=args.warmup_steps,
-            total_steps=config.max_steps * parts * per_update,
+            total_steps=(config.max_steps - waits) * parts * per_update,
             steps_per_update=per_update,
             steps_per_training_step=parts * per_update,
             rows_per_training_step=rows,

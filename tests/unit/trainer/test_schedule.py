@@ -62,13 +62,16 @@ def test_the_schedule_spans_the_optimizer_steps_that_the_config_plans(overrides,
     assert rates == [linear.learning_rate * (1 - step / len(rates)) for step in range(6 * per_step)]
 
 
-def test_a_critic_is_counted_by_its_own_mini_batches_and_takes_no_epochs():
+def test_a_critic_is_counted_by_its_own_mini_batches_takes_no_epochs_and_trains_while_it_warms_up():
     critic = {"training_args": {"learning_rate": 1e-5}, "strategy_args": {"strategy_name": "megatron_train"}}
     edits = [MORE, "adv_estimator=gae", "ppo_epochs=3", f"critic={json.dumps(critic)}", "max_steps=6"]
+    edits.append("algorithm.critic_warmup=2")
     config = load(CONFIG, edits)
     settings = MegatronSettings.of(config, config.critic).optimizer
     updates = config.samples_per_batch // config.critic.mini_batch_size
     assert (settings.steps_per_update, settings.total_steps) == (updates, 6 * updates) and updates > 1
+    actor = MegatronSettings.of(config, config.actor_train).optimizer
+    assert actor.total_steps == (6 - 2) * actor.steps_per_training_step, "its schedule, too, ends with the run"
 
 
 @pytest.mark.parametrize("number", [2, 7])
