@@ -135,7 +135,7 @@ class SupervisedLearner:
         """The loss of the held-out rows, as in training."""
         rows = self._data.held_out
         if self._preference is None:
-            tokens = sum(sum(row.mask) for row in rows)
+            tokens = max(1, sum(sum(row.mask[1:]) for row in rows))  # nothing predicts the first
             return {"validation/loss": -float((await self._sums(rows)).sum()) / tokens}
         assert self._held_out_reference is not None, "prepare comes first"
         losses, sums = preference_loss(

@@ -128,6 +128,13 @@ def test_the_validation_is_the_mean_loss_of_a_token():
     assert asyncio.run(learner.validate()) == {"validation/loss": pytest.approx((8 + 9) / 4)}
 
 
+@pytest.mark.parametrize(("tokens", "loss"), [([[5, 3, 7], [5]], 5.0), ([[5]], 0.0)])
+def test_a_rows_first_token_which_nothing_predicts_is_not_counted_in_the_validation(tokens, loss):
+    rows = [GivenRow(array("i", ids), b"\1" * len(ids)) for ids in tokens]
+    learner = SupervisedLearner(Actor(), sft_config(), GivenData(rows=data(10).rows, held_out=rows))
+    assert asyncio.run(learner.validate()) == {"validation/loss": loss}
+
+
 def test_the_validation_of_pairs_is_against_the_reference():
     learner = SupervisedLearner(Actor(), dpo_config(), data(10, held_out=4))
 
