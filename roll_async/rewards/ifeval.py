@@ -9,9 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from roll_async.rewards.answers import after_thinking
-from roll_async.rewards.constraints import CONSTRAINTS
+from roll_async.rewards.constraints import CONSTRAINTS, compare
 from roll_async.rewards.ifeval_readings import READINGS
+from roll_async.rewards.language import known_language
 from roll_async.rewards.verdict import Verdict
+
+_FORMS = {"int": "a whole number", "str": "a text", "Sequence[str]": "a list of texts"}
+"""By the annotations of constraints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,31 +82,50 @@ def _of(item: object) -> list[_Constraint]:
     if not isinstance(kinds, list):
         raise ValueError(f"a constraint needs 'kind' or 'instruction_id_list'; it has {', '.join(map(str, item))}")
     arguments = item.get("kwargs") or [{}] * len(kinds)
+    if not isinstance(arguments, list):
+        raise ValueError(f"kwargs must be a list, got {type(arguments).__name__}")
     if len(arguments) != len(kinds):
         raise ValueError(f"{len(kinds)} constraints and {len(arguments)} kwargs")
     return [_checked(kind, values or {}) for kind, values in zip(kinds, arguments, strict=True)]
 
 
-def _checked(kind: str, values: Mapping[str, object]) -> _Constraint:
-    if kind not in CONSTRAINTS:
+def _checked(kind: object, values: object) -> _Constraint:
+    if not isinstance(kind, str) or kind not in CONSTRAINTS:
         raise ValueError(f"constraint {kind!r} is not one of {' | '.join(CONSTRAINTS)}")
+    if not isinstance(values, Mapping):
+        raise ValueError(f"the kwargs of {kind!r} must be an object, got {type(values).__name__}")
     parameters = list(inspect.signature(CONSTRAINTS[kind]).parameters.values())[1:]
-    known = {p.name for p in parameters}
     # Data sets in columns carry the arguments of all kinds in every row, null where they do not apply.
     given = {k: v for k, v in values.items() if v is not None}
     needed = {p.name for p in parameters if p.default is inspect.Parameter.empty}
     if not needed <= given.keys():
         raise ValueError(f"constraint {kind!r} needs {', '.join(sorted(needed - given.keys()))}")
-    return _Constraint(kind, {k: v for k, v in given.items() if k in known})
+    return _Constraint(kind, {p.name: _argument(kind, p, given[p.name]) for p in parameters if p.name in given})
+
+
+def _argument(kind: str, parameter: inspect.Parameter, value: object) -> object:
+    """Raises ValueError for another type than the parameter's, an unknown relation or language."""
+    name, annotation = parameter.name, parameter.annotation
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # of a column with nulls
+    items = value if annotation == "Sequence[str]" else [value]
+    wanted = int if annotation == "int" else str
+    if not isinstance(items, list | tuple) or not all(type(item) is wanted for item in items):
+        raise ValueError(f"constraint {kind!r}: {name} must be {_FORMS[annotation]}, got {value!r:.60}")
+    if name.endswith("relation"):
+        compare(0, str(value), 0)
+    if name == "language":
+        known_language(str(value))
+    return value
 
 
 def _json(text: str) -> object:
     """JSON, or the Python literal some data sets hold instead. It is the data set's text, not the model's."""
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, RecursionError):
         pass
     try:
         return ast.literal_eval(text)
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
         raise ValueError(f"{text[:80]!r} is neither JSON nor a Python literal") from error

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from roll_async.rewards.constraints import CONSTRAINTS
-from roll_async.rewards.ifeval import InstructionFollowing, StrictInstructionFollowing
+from roll_async.rewards.ifeval import InstructionFollowing, StrictInstructionFollowing, parse_constraints
 from roll_async.rewards.ifeval_readings import READINGS, count_sentences
 from tests.patience import patient
 
@@ -116,11 +116,32 @@ def test_only_what_follows_the_thinking_is_looked_at():
         ('{"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}, {}]}', "1 constraints and 2 kwargs"),
         ("[]", "no constraints"),
         ("42", "no constraints"),
+        (
+            '{"kind": "keywords:frequency", "keyword": "x", "frequency": "2"}',
+            "frequency must be a whole number, got '2'",
+        ),
+        ('{"kind": "length_constraints:number_words", "num_words": 2.5}', "num_words must be a whole number, got 2.5"),
+        ('{"kind": "length_constraints:number_words", "num_words": true}', "num_words must be a whole number"),
+        ('{"kind": "keywords:frequency", "keyword": 7, "frequency": 2}', "keyword must be a text, got 7"),
+        ('{"kind": "keywords:existence", "keywords": "sea"}', "keywords must be a list of texts, got 'sea'"),
+        ('{"kind": "keywords:existence", "keywords": ["sea", 1]}', "keywords must be a list of texts"),
+        ('{"kind": "change_case:capital_word_frequency", "capital_frequency": 1, "capital_relation": "x"}', "'x'"),
+        ('{"kind": "language:response_language", "language": "tlh"}', "language 'tlh' is not one of af ar"),
+        ('{"kind": ["punctuation:no_comma"]}', "is not one of"),
+        ('{"instruction_id_list": ["punctuation:no_comma"], "kwargs": [[1]]}', "must be an object, got list"),
+        ('{"instruction_id_list": ["punctuation:no_comma"], "kwargs": 7}', "kwargs must be a list, got int"),
+        ("[" * 100_000, "neither JSON nor"),
+        ("{[]: 1}", "neither JSON nor"),
     ],
 )
-def test_a_row_that_cannot_be_checked_is_an_error_and_not_a_wrong_answer(truth, message):
+def test_a_row_that_cannot_be_checked_is_an_error_when_it_is_loaded(truth, message):
     with pytest.raises(ValueError, match=message):
-        InstructionFollowing()("x", truth, {})
+        parse_constraints(truth, {})
+
+
+def test_a_whole_number_may_come_from_a_column_with_nulls():
+    truth = json.dumps({"kind": "length_constraints:number_words", "num_words": 2.0, "relation": None})
+    assert parse_constraints(truth, {})[0].arguments == {"num_words": 2}
 
 
 @pytest.mark.parametrize(
