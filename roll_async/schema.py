@@ -55,7 +55,7 @@ class FinishReason(str, Enum):
     ABORT = "abort"  # interrupted on request; the tokens so far are valid
 
 
-_COLDEST = 1e-4
+COLDEST = 1e-4
 """Logits divided by a smaller temperature, other than 0, leave the range of float16."""
 _MOST_TOP_K = 10_000_000
 """Above every vocabulary, within the 32 bits that engines have for it."""
@@ -81,7 +81,7 @@ class SamplingParams:
         """Raises ValueError for what would spoil an engine for the requests beside this one."""
         t = self.temperature
         for name, value, is_sound, expected in (
-            ("temperature", t, t == 0 or _COLDEST <= t <= 1 / _COLDEST, f"0 or {_COLDEST} to {1 / _COLDEST:g}"),
+            ("temperature", t, t == 0 or COLDEST <= t <= 1 / COLDEST, f"0 or {COLDEST} to {1 / COLDEST:g}"),
             ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0, at most 1"),
             ("top_k", self.top_k, -1 <= self.top_k <= _MOST_TOP_K, f"-1 to {_MOST_TOP_K}"),
             ("repetition_penalty", self.repetition_penalty, 0 < self.repetition_penalty < math.inf, "finite, above 0"),

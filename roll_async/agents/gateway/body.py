@@ -6,7 +6,7 @@ It is a function of bytes, so that a long body is read in another process (`agen
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from roll_async.agents.gateway import anthropic, chat, responses
 from roll_async.agents.gateway.bounds import (
@@ -20,7 +20,7 @@ from roll_async.agents.gateway.bounds import (
 from roll_async.agents.gateway.fields import check
 from roll_async.agents.messages import TurnRequest
 from roll_async.agents.turn_handler import BadRequest
-from roll_async.schema import SamplingParams
+from roll_async.schema import COLDEST, SamplingParams
 
 DIALECTS = {"chat": chat, "responses": responses, "anthropic": anthropic}
 
@@ -40,8 +40,10 @@ class Asked:
     """Names of fields that have an effect where requests choose how they are sampled."""
 
 
-def read(dialect: str, raw: bytes) -> Asked:
-    """Raises BadRequest naming the field."""
+def read(dialect: str, raw: bytes, takes_sampling: bool = True) -> Asked:
+    """`takes_sampling`: whether the request chooses how it is sampled; else those fields may say anything. Raises
+    BadRequest naming the field.
+    """
     try:
         body = parsed(raw.decode())
     except UnicodeDecodeError as error:
@@ -55,7 +57,9 @@ def read(dialect: str, raw: bytes) -> Asked:
         raise BadRequest("stream: expected true or false")
     if not isinstance(options, dict | None):
         raise BadRequest("stream_options: expected an object")
-    turn = form.read(body)
+    turn = form.read(body if takes_sampling else {name: body[name] for name in body if name not in sampling})
+    if turn.temperature is not None and turn.temperature < COLDEST:
+        turn = replace(turn, temperature=0.0)
     _bound(turn)
     return Asked(
         turn=turn,
@@ -84,7 +88,6 @@ def _bound(turn: TurnRequest) -> None:
 
 
 def _check_sampling(turn: TurnRequest) -> None:
-    """Also where it has no effect: a request is sound, or it is not."""
     given = {"temperature": turn.temperature, "top_p": turn.top_p, "top_k": turn.top_k}
     try:
         SamplingParams(max_new_tokens=1, **{name: value for name, value in given.items() if value is not None})

@@ -164,11 +164,11 @@ class PolicyGateway:
     async def _asked(self, dialect: str, request: web.Request, session: TurnHandler) -> Asked:
         raw = await request.read()
         if _is_short(raw):
-            asked = read(dialect, raw)
+            asked = read(dialect, raw, session.takes_sampling)
         else:
             # One at a time in the loop: calls that wait for the one process would each hold a thread.
             async with self._reading:
-                asked = await asyncio.to_thread(self._reader.call, read, dialect, raw)
+                asked = await asyncio.to_thread(self._reader.call, read, dialect, raw, session.takes_sampling)
         for name in (*asked.ignored, *(() if session.takes_sampling else asked.sampling)):
             if not self.ignored[name]:
                 logger.warning("a request has %s, which has no effect here (docs_roll/gateway_fields.md)", name)

@@ -241,10 +241,9 @@ def test_faults_of_a_client_are_400_streamed_or_not_and_the_next_request_is_serv
     faults = [
         b'{"temperature": NaN',
         b'{"temperature": 1e400',
-        b'{"temperature": 1e-300',
         b'{"max_tokens": -1',
         b'{"max_tokens": ' + b"1" * 4301,
-        b'{"stop": [""]',
+        b'{"stop": [""], "max_tokens": 0',
         b'{"user": "\\ud83d"',
         b'{"response_format": {"type": "json_object"}',
         b'{"messages": []',
@@ -263,6 +262,16 @@ def test_faults_of_a_client_are_400_streamed_or_not_and_the_next_request_is_serv
         assert status == 200
 
     served(work, ["ab"], sessions)
+
+
+def test_what_would_have_no_effect_is_not_measured_and_where_it_has_one_the_coldest_is_greedy(sessions):
+    async def work(http, endpoint, gateway, session):
+        asked = ({"temperature": 1e-5}, {"top_p": 0}, {"temperature": 2.5}, {"stop": [""]})
+        return [(await post(http, endpoint, "/chat/completions", chat(("user", "1"), **more)))[0] for more in asked]
+
+    assert served(work, ["ab"] * 4, sessions)[0] == [200] * 4
+    statuses, _, policy = served(work, ["ab"], sessions, client_sampling=True)
+    assert statuses == [200, 400, 400, 400] and policy.requests[0].sampling.temperature == 0
 
 
 def test_fields_without_effect_are_counted_and_told_once(sessions, caplog):

@@ -121,7 +121,6 @@ def test_numbers_that_are_none_are_refused(dialect, kind, name):
 @pytest.mark.parametrize(
     ("dialect", "fields", "said"),
     [
-        ("chat", {"temperature": 1e-300}, "temperature: expected 0 or 0.0001"),
         ("chat", {"temperature": 2.1}, "temperature"),
         ("anthropic", {"temperature": 1.1}, "temperature"),
         ("chat", {"top_p": 0}, "top_p"),
