@@ -24,7 +24,7 @@ def draw(metrics: Sequence[Metrics], path: Path, title: str) -> None:
         found = [m for m in metrics if math.isfinite(m.get(key, math.nan))]
         return [m["step"] for m in found], [m[key] for m in found]
 
-    with_engines = "reward/mean" in metrics[0]
+    with_engines = any("reward/mean" in m for m in metrics)
     trained, held_out = ("reward/mean", "accuracy") if with_engines else ("trainer/loss", "loss")
     heights = (3, 2, 2) if with_engines else (3, 2)
     figure, axes = pyplot.subplots(len(heights), 1, figsize=(8, 8), sharex=True, height_ratios=heights)

@@ -287,6 +287,15 @@ def test_the_card_of_a_model_that_reads_images_names_its_own_classes(run, tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("key", ["reward/mean", "staleness/mean"])
+def test_numbers_that_are_none_in_some_steps_are_gaps_of_the_curve(key, run, tmp_path):
+    first, *rows = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_text("\n".join([json.dumps(json.loads(first) | {key: math.nan}), *rows, ""]))
+    assert publish(run, "--output", tmp_path / "dry", "--samples", "0") == 0
+    assert "(reward.png)" in (tmp_path / "dry/README.md").read_text()
+
+
+@pytest.mark.slow
 def test_a_text_cannot_end_its_block(run, tmp_path):
     path = run / "samples/step_00000020.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]

@@ -114,7 +114,7 @@ def write_card(
     from huggingface_hub import ModelCard
 
     rows = [row for row in run.metrics if not step or row["step"] <= step]
-    with_rewards = bool(rows) and "reward/mean" in rows[0]
+    with_rewards = any("reward/mean" in row for row in rows)
     picture = ("reward.png" if with_rewards else "loss.png") if rows else None
     if picture:
         from roll_async.observe.report import draw
@@ -198,7 +198,7 @@ def _about(run: RunReader, base: str | None, step: int, rows: Sequence[Mapping[s
 
 def _results(rows: Sequence[Mapping[str, float]]) -> str:
     """A table: means of the first and the last steps, the first and the last validation."""
-    keys = [*_TRAINED, *([] if rows and "reward/mean" in rows[0] else ["trainer/loss"])]
+    keys = [*_TRAINED, *([] if any("reward/mean" in row for row in rows) else ["trainer/loss"])]
     lines = []
     for key in keys:
         values = [row[key] for row in rows if key in row]

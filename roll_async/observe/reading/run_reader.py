@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import yaml
@@ -104,7 +105,7 @@ class RunReader:
         """Values of config.yaml by their full key; empty where there is none. Raises ValueError for no YAML."""
         path = self.path / "config.yaml"
         try:
-            return leaves(yaml.safe_load(path.read_text())) if path.is_file() else {}
+            return leaves(yaml.safe_load(path.read_bytes())) if path.is_file() else {}
         except yaml.YAMLError as error:
             raise ValueError(f"{path} is no YAML ({' '.join(str(error).split())}); repair it or remove it") from error
 
@@ -124,9 +125,11 @@ class RunReader:
         if self._trace.generation != self._read[1]:
             self._events = []
         self._read = (self._read[0], self._trace.generation)
-        self._events += [json.loads(line.rstrip(",")) for line in lines if line.startswith('{"name"')]
+        for line in lines:
+            with suppress(ValueError):  # half of a line, which a full disk left
+                self._events += [json.loads(line.rstrip(","))] if line.startswith('{"name"') else []
         tracks = {e["pid"]: e["args"]["name"] for e in self._events if e["name"] == "process_name"}  # type: ignore[index]
-        spans = [e for e in self._events if e["ph"] == "X" and tracks[e["pid"]] != "groups"]
+        spans = [e for e in self._events if e["ph"] == "X" and tracks.get(e["pid"], "groups") != "groups"]
         return [
             {
                 "track": tracks[e["pid"]],

@@ -203,6 +203,13 @@ def test_lanes_are_the_spans_of_trainer_and_engines_also_of_a_run_that_goes_on(t
     assert all(span["end"] > span["begin"] for span in reader.lanes) and reader.about()["state"] == "killed"
 
 
+def test_lines_of_a_trace_that_a_full_disk_cut_off_are_left_out(run):
+    spans = RunReader(run).lanes
+    before, last = (run / "trace.json").read_text().rsplit('{"name":"request"', 1)
+    (run / "trace.json").write_text(f'{before}{{"name":"requ{{"name":"request"{last}')
+    assert len(RunReader(run).lanes) == len(spans) - 1
+
+
 def test_each_advisory_is_for_what_it_says_and_a_healthy_run_has_none():
     assert titles() == [] and advisories([metrics_of(1)], {}) == []
     assert titles(**{"reward/mean": 0.25}) == ["The reward is flat at 0.250"]
@@ -305,8 +312,9 @@ def test_of_a_run_on_given_rows_the_loss_is_told_and_nothing_of_engines(tmp_path
     assert {line[1]: line[2] for line in lines[1:4]} == {name: f"{value:.4g}" for name, value in keys.items()}
 
 
-def test_a_config_that_is_no_yaml_is_one_line(run, capsys):
-    (run / "config.yaml").write_text("a: [1\nb: {")
+@pytest.mark.parametrize("damage", [b"a: [1\nb: {", b"\xff\xfe\x00"])
+def test_a_config_that_is_no_yaml_is_one_line(damage, run, capsys):
+    (run / "config.yaml").write_bytes(damage)
     for words in (["status"], ["samples"], ["compare", str(run)], ["view", "--html", str(run / "page.html")]):
         assert main([*words, str(run)]) == 2
         told = capsys.readouterr().err
