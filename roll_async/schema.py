@@ -362,6 +362,11 @@ class Sample:
         assert self.teacher_logprobs is None or len(self.teacher_logprobs) == size
 
     @property
+    def is_cut(self) -> bool:
+        """Whether it ended because its tokens ran out."""
+        return self.finish_reason is FinishReason.LENGTH or self.outcome is Outcome.TRUNCATED_TOKENS
+
+    @property
     def oldest_version(self) -> WeightVersion | None:
         """Version of the oldest trained token; None when no token is trained."""
         position, oldest = 0, None

@@ -10,18 +10,7 @@ import torch
 from torch import Tensor
 
 from roll_async.prompts.teachers import teacher_of
-from roll_async.schema import (
-    ExpertRecord,
-    ExpertRows,
-    FinishReason,
-    Group,
-    Outcome,
-    Prompt,
-    Sample,
-    TrainBatch,
-    TurnTable,
-    WeightVersion,
-)
+from roll_async.schema import ExpertRecord, ExpertRows, Group, Prompt, Sample, TrainBatch, TurnTable, WeightVersion
 
 
 def collate(
@@ -64,7 +53,6 @@ def collate(
     trajectory = _trajectories(groups)
     turns, turn_of = _turns(rows, trajectory, mask)
     ends = dict(zip(trajectory.tolist(), rows, strict=True))  # the last row of each trajectory
-    cut = {t: s.finish_reason is FinishReason.LENGTH or s.outcome is Outcome.TRUNCATED_TOKENS for t, s in ends.items()}
     return TrainBatch(
         step=step,
         tokens=tokens,
@@ -75,7 +63,7 @@ def collate(
         versions=versions,
         scores=torch.tensor([_score(s) for s in rows], dtype=torch.float32),
         group_index=torch.tensor([g.group_id for g, _ in samples]),
-        cut=torch.tensor([cut[t] for t in trajectory.tolist()]),
+        cut=torch.tensor([ends[t].is_cut for t in trajectory.tolist()]),
         domain_index=torch.tensor([domains.index(g.prompt.domain) for g, _ in samples]),
         domains=tuple(domains),
         baseline_scores=_baselines(groups),
