@@ -144,11 +144,12 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: st
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title or None, title_justify="left", show_header=any(columns))
+    def plain(text: str) -> Text:  # rich would read [brackets] in a text as markup
+        return Text(_encodable(text, sys.stdout))
+
+    table = Table(title=plain(title) if title else None, title_justify="left", show_header=any(columns))
     for column in columns:
-        table.add_column(column, overflow="fold")
+        table.add_column(plain(column), overflow="fold")
     for row in rows:
-        table.add_row(
-            *(Text(_encodable(cell, sys.stdout)) for cell in row)
-        )  # rich would read [brackets] in a plain text as markup
+        table.add_row(*map(plain, row))
     Console().print(table)

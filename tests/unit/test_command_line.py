@@ -74,6 +74,9 @@ def test_results_are_lines_in_a_pipe_and_a_table_on_a_terminal(capsys, monkeypat
     command_line.print_pairs(rows)
     table = capsys.readouterr().out
     assert "engines [80%]" in table and len(table.splitlines()) > 2
+    command_line.print_rows(("[a] of b", "c"), [("[1]", "\t")])
+    table = capsys.readouterr().out
+    assert "[a] of b" in table and "[1]" in table and "\\t" in table
 
 
 def test_the_plan_names_placement_weight_push_and_batches(capsys):

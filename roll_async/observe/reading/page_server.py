@@ -73,7 +73,7 @@ class PageServer:
         return self._runs[int(number)]
 
     async def _index(self, request: web.Request) -> web.Response:
-        return web.Response(text=(_PAGE / "index.html").read_text(), content_type="text/html")
+        return web.Response(text=(_PAGE / "index.html").read_text("utf-8"), content_type="text/html")
 
     async def _about(self, request: web.Request) -> web.Response:
         return web.json_response(await self._read(lambda: _about(self._runs)))
@@ -174,9 +174,9 @@ def self_contained(runs: Sequence[RunReader]) -> tuple[str, str]:
     }
     # Inside of a script element nothing but `<` could end it.
     embedded = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    page = (_PAGE / "index.html").read_text()
+    page = (_PAGE / "index.html").read_text("utf-8")
     for name in _FILES:
-        text = (_PAGE / name).read_text()
+        text = (_PAGE / name).read_text("utf-8")
         if name.endswith(".css"):
             page = page.replace(f'<link rel="stylesheet" href="page/{name}">', f"<style>{text}</style>")
         else:
