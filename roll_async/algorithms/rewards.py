@@ -164,7 +164,7 @@ def overlong_penalty(
 
 
 def max_length_keep(*, lengths_B: Tensor, max_length: int) -> Tensor:
-    """[B] bool: rows shorter than the limit, where only lengths are known; `TrainBatch.cut` says how an answer ended."""
+    """[B] bool: rows shorter than the limit, where only lengths are known; `TrainBatch.cut` says how one ended."""
     return lengths_B < max_length
 
 

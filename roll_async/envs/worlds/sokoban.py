@@ -106,8 +106,8 @@ def generate(options: SokobanOptions, rng: Random) -> Room:
         if not room.solved and not room.boxes & room.targets:
             return room
     raise ValueError(
-        f"none of {MOST_TRIES} rooms has wall_share {options.wall_share:g}, num_boxes {options.num_boxes} and num_pulls "
-        f"{options.num_pulls}; lower wall_share or num_boxes, or raise size or num_pulls"
+        f"none of {MOST_TRIES} rooms has wall_share {options.wall_share:g}, num_boxes {options.num_boxes} and "
+        f"num_pulls {options.num_pulls}; lower wall_share or num_boxes, or raise size or num_pulls"
     )
 
 
