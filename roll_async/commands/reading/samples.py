@@ -36,8 +36,9 @@ def command(run: Path, order: str | None, step: int | None, domain: str | None, 
         index.refresh()
         _, entries = index.page(asked, limit=count)
         if not entries:
-            domains = ", ".join(map(str, index.choices()["domain"]))
-            has = f"it has those of {domains}" if domains else "it keeps none (tracking.samples_per_step)"
+            domains, steps = (index.choices()[name] for name in ("domain", "steps"))
+            has = f"it has those of {', '.join(map(str, domains))}, steps {steps[0]} to {steps[1]}"
+            has = has if domains else "it keeps none (tracking.samples_per_step)"
             raise ValueError(f"{run}: no sample fits; {has}")
         rows = [next(row for row in index.group_of(e["id"]) if row["id"] == e["id"]) for e in entries]  # type: ignore[arg-type]
     except (ValueError, OSError) as wrong:

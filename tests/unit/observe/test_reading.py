@@ -333,9 +333,14 @@ def test_a_wrong_folder_is_one_line_and_exit_code_2(words, wrong, tmp_path, caps
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty"], "looking makes nothing"
 
 
+def test_the_folder_of_all_runs_is_told_as_the_one_to_list(run, capsys):
+    assert main(["status", str(run.parent)]) == 2
+    assert f"`roll-async runs {run.parent}` lists them" in capsys.readouterr().err
+
+
 def test_no_sample_that_fits_and_no_step_in_common_are_one_line(run, tmp_path, capsys):
     assert main(["samples", str(run), "--domain", "none"]) == 2
-    assert "no sample fits; it has those of addition, tools" in capsys.readouterr().err
+    assert "no sample fits; it has those of addition, tools, steps 1 to 20" in capsys.readouterr().err
     assert main(["compare", str(run), str(write_run(tmp_path, "none", steps=0))]) == 2
     assert "have no step in common" in capsys.readouterr().err
 
