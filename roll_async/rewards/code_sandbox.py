@@ -113,7 +113,7 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
         fence = _FENCE.fullmatch(line)
         if opened is None:
             opened, lines = fence, []
-        elif fence and not fence[3] and fence[2].startswith(opened[2]) and _depth(fence) < _depth(opened) + 4:
+        elif fence and not fence[3] and fence[2].startswith(opened[2]) and len(fence[1]) < len(opened[1]) + 4:
             yield opened[3].strip(), "".join(lines)
             opened = None
         else:
@@ -121,10 +121,6 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
             lines.append(line[len(os.path.commonprefix((opened[1], line))) :] + "\n")
     if opened is not None:
         yield opened[3].strip(), "".join(lines)
-
-
-def _depth(fence: re.Match[str]) -> int:
-    return len(fence[1].expandtabs(4))
 
 
 def judge(case: Case, outcome: ProgramResult) -> tuple[float, str]:

@@ -82,14 +82,10 @@ def _bound(turn: TurnRequest) -> None:
     for stop in turn.stop:
         if not 0 < len(stop) <= MAX_STOP_CHARACTERS:
             raise BadRequest(f"stop: a text of {len(stop)} characters; give 1 to {MAX_STOP_CHARACTERS}")
-    _check_sampling(turn)
-    # Each was within the bounds when it was parsed; together they may not be.
-    measure([call.arguments for message in turn.messages for call in message.tool_calls])
-
-
-def _check_sampling(turn: TurnRequest) -> None:
     given = {"temperature": turn.temperature, "top_p": turn.top_p, "top_k": turn.top_k}
     try:
         SamplingParams(max_new_tokens=1, **{name: value for name, value in given.items() if value is not None})
     except ValueError as error:
         raise BadRequest(str(error)) from error
+    # Each was within the bounds when it was parsed; together they may not be.
+    measure([call.arguments for message in turn.messages for call in message.tool_calls])

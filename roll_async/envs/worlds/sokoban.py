@@ -106,8 +106,7 @@ def generate(options: SokobanOptions, rng: Random) -> Room:
         if not room.solved and not room.boxes & room.targets:
             return room
     raise ValueError(
-        f"none of {MOST_TRIES} rooms has wall_share {options.wall_share:g}, num_boxes {options.num_boxes} and "
-        f"num_pulls {options.num_pulls}; lower wall_share or num_boxes, or raise size or num_pulls"
+        f"none of {MOST_TRIES} rooms of {options} can be solved; lower wall_share, raise size or num_pulls"
     )
 
 
