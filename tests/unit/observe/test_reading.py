@@ -333,9 +333,11 @@ def test_a_wrong_folder_is_one_line_and_exit_code_2(words, wrong, tmp_path, caps
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty"], "looking makes nothing"
 
 
-def test_the_folder_of_all_runs_is_told_as_the_one_to_list(run, capsys):
-    assert main(["status", str(run.parent)]) == 2
-    assert f"`roll-async runs {run.parent}` lists them" in capsys.readouterr().err
+@pytest.mark.parametrize("given", [".", "output", "output/run/hf", "output/nowhere", "run"])
+def test_of_a_wrong_folder_the_one_is_told_that_has_runs(given, once, tmp_path, capsys):
+    shutil.copytree(once, tmp_path / "output/run")
+    assert main(["status", str(tmp_path / given)]) == 2
+    assert f"`roll-async runs {tmp_path}/output` lists them" in capsys.readouterr().err
 
 
 def test_no_sample_that_fits_and_no_step_in_common_are_one_line(run, tmp_path, capsys):
