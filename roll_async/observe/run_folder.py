@@ -20,6 +20,8 @@ from roll_async.observe.run_record import RECORD, RunRecord, write_record
 
 logger = logging.getLogger(__name__)
 
+_IsSecret = Callable[[tuple[str, ...], object], bool]
+"""Of a path in a config and what is there."""
 _ABSENT = "(absent)"
 _RED, _YELLOW, _PLAIN = "\x1b[31m", "\x1b[33m", "\x1b[0m"
 _NAMED_KEYS = 5
@@ -47,10 +49,10 @@ class RunFolder:
             write_record(self.path, self.record)
         return self.record
 
-    def write_config(self, text: str, is_secret: Callable[[tuple[str, ...]], bool] = lambda path: False) -> None:
+    def write_config(self, text: str, is_secret: _IsSecret = lambda *_: False) -> None:
         """The config as resolved, under a comment with the run's id. One that differs from what an earlier start wrote
         leaves that one beside it, as config.1.yaml, config.2.yaml ..., and each key that changed in the log: call
-        `open_log` before. The log has no value of a key that `is_secret`.
+        `open_log` before. The log has no value that `is_secret` at its path.
         """
         text = text if self.record is None else f"# run {self.record.run_id}\n{text}"
         path, partial = self.path / "config.yaml", self.path / "config.partial"
@@ -66,7 +68,7 @@ class RunFolder:
             finally:
                 partial.unlink(missing_ok=True)
 
-    def _keep(self, path: Path, before: str, text: str, is_secret: Callable[[tuple[str, ...]], bool]) -> None:
+    def _keep(self, path: Path, before: str, text: str, is_secret: _IsSecret) -> None:
         """Rename the config of the last start, and log what is different."""
         kept = self._unused_name("config", "yaml")
         path.rename(kept)
@@ -78,7 +80,7 @@ class RunFolder:
         )
         for key in changed:
             values = f"{old.get(key, _ABSENT)} -> {new.get(key, _ABSENT)}"
-            logger.info("config: %s: %s", key, "a secret" if is_secret(tuple(key.split("."))) else values)
+            logger.info("config: %s: %s", key, "a secret" if is_secret(tuple(key.split(".")), values) else values)
 
     def keep_trace(self) -> None:
         """Leave the trace of an earlier start as trace.1.json, trace.2.json ...: every start writes its own."""

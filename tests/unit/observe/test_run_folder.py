@@ -44,9 +44,11 @@ def test_no_secret_of_the_last_start_is_in_the_log(tmp_path, caplog):
     """An older version may have left it in the file."""
     caplog.set_level(logging.INFO, logger="roll_async")
     folder = RunFolder(str(tmp_path), "run")
-    folder.write_config("system_envs: {HF_TOKEN: s3cret}\nseed: 1\n")
-    folder.write_config("system_envs: {HF_TOKEN: <hidden>}\nseed: 2\n", is_secret)
-    assert caplog.messages[1:] == ["config: seed: 1 -> 2", "config: system_envs.HF_TOKEN: a secret"]
+    folder.write_config("system_envs: {HF_TOKEN: s3cret}\njudge: http://me:s3cret@host\nseed: 1\n")
+    folder.write_config("system_envs: {HF_TOKEN: <hidden>}\njudge: <hidden>\nseed: 2\n", is_secret)
+    assert caplog.messages[1:] == [
+        "config: judge: a secret", "config: seed: 1 -> 2", "config: system_envs.HF_TOKEN: a secret",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("exported", "left"), [(6, 0), (0, 0), (2, 2)])
