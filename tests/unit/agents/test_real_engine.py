@@ -82,8 +82,15 @@ def test_no_request_spoils_an_engine_for_the_others(tiny_model, dtype):
     from roll_async.inference.settings import EngineSettings
 
     folder, _, tokenizer = tiny_model
-    faults = ["NaN", "1e400", "1e-300", "-1", "1e300"]
-    extremes = [{"temperature": 1e-4}, {"temperature": 2}, {"temperature": 0}, {"top_p": 1e-9}, {"top_k": 1}]
+    faults = ["NaN", "1e400", "-1", "1e300"]
+    extremes = [
+        {"temperature": 1e-4},
+        {"temperature": 1e-300},
+        {"temperature": 2},
+        {"temperature": 0},
+        {"top_p": 1e-9},
+        {"top_k": 1},
+    ]
     extremes += [{"top_k": 0}, {"top_k": 10**7}, {"max_tokens": 10**30}]
     settings = EngineSettings(
         model_folder=folder, dtype=dtype, device="cpu", max_model_len=400, max_running=4, truncated_sampling=True
