@@ -281,9 +281,10 @@ class Policy:
     num_servers, expects_return = 1, False
 
     def __init__(self, tokenizer, texts):
-        self._tokenizer, self._texts, self._asked = tokenizer, texts, 0
+        self._tokenizer, self._texts, self._asked, self.version = tokenizer, texts, 0, 0
 
     async def generate(self, request, *, conversation, validation, affinity=None):
+        version = self.version
         await asyncio.sleep(1)
         self._asked += 1
         seed = re.search(r"seed (\d+)", self._tokenizer.decode(request.prompt_token_ids))
@@ -297,7 +298,7 @@ class Policy:
             request_id=request.request_id,
             token_ids=ids,
             logprobs=array("f", [-0.5] * len(ids)),
-            version_runs=((0, len(ids)),),
+            version_runs=((version, len(ids)),),
             finish_reason=FinishReason.STOP,
             generation_s=1.0,
         )
@@ -426,7 +427,7 @@ def played(tokenizer, drawn, texts, tell):
         groups = GroupRunner(WorldRunner(manager, parts), manager, options)
         rollouter = Recorded(queue, groups, manager, Source(drawn))
         rollouter.drawn, rollouter.fates = drawn, []
-        await trained(queue, rollouter)
+        await trained(queue, rollouter, manager)
         stats, counts = queue.stats(), groups.counts()
         metrics = {**counts.metrics, **ratio_metrics(counts.ratios, {})}
         await pool.close()
@@ -435,7 +436,7 @@ def played(tokenizer, drawn, texts, tell):
     return run_virtual(main())
 
 
-async def trained(queue, rollouter):
+async def trained(queue, rollouter, manager):
     """All groups, one a step."""
     queue.weights_held(0)
     async with asyncio.TaskGroup() as tasks:
@@ -444,6 +445,7 @@ async def trained(queue, rollouter):
             for step in range(1, 10**6):
                 await queue.take_batch(step, 1)
                 await queue.step_trained(step)
+                manager.version = step
                 queue.weights_held(step)
 
 
@@ -458,7 +460,7 @@ def scored(tokenizer, drawn):
             queue, ChatCompletionScheduler(manager, Scorer(drawn), options), manager, Rows(2 * len(drawn))
         )
         rollouter.drawn, rollouter.fates = [(None, None, None)] * len(drawn), []
-        await trained(queue, rollouter)
+        await trained(queue, rollouter, manager)
         return rollouter.fates, queue.stats()
 
     return run_virtual(main())
