@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -213,6 +214,7 @@ def test_folders_addresses_and_names_in_a_cache_are_not_those_of_the_machine():
         "mongodb://bob:pw@db1.corp:27017,db2.corp:27017", "bob:pw@proxy.corp:3128",
     ):  # fmt: skip
         assert set(re.split(",| and ", public_text(f"{address} and {address}"))) == {"<address>"}, address
+    began = time.monotonic()
     for same in (
         "hf://datasets/a/b/c",
         "Qwen/Qwen2.5-0.5B",
@@ -221,9 +223,11 @@ def test_folders_addresses_and_names_in_a_cache_are_not_those_of_the_machine():
         "/no_think",
         "./output/x/y",
         "a.b.score",
+        *(part * 20_000 for part in ("a", "a.", "a@", "1.")),
         "max_steps=5 x:10 1.5:10 rewards.maths=mine:score",
     ):
         assert public_text(same) == same
+    assert time.monotonic() - began < patient(5), "a long text takes its length, not the square of it"
 
 
 @pytest.mark.parametrize("home", ["/", "/root"])

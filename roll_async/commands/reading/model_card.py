@@ -30,12 +30,14 @@ _OWN = (
     "tracking.tracker_kwargs",
 )  # fmt: skip
 """Keys that say where one run was kept and who watched it. Without them a run is kept where its reader starts it."""
-_CACHED = re.compile(r"\S*?/(models|datasets)--([^/\s]+)/snapshots/[^/\s]+/?(\S*)")
+_CACHED = re.compile(r"(?<!\S)\S*?/(models|datasets)--([^/\s]+)/snapshots/[^/\s]+/?(\S*)")
 """A folder or file in the cache of the hub."""
 _PATH = re.compile(r"(?<![\w./<-])(?:file:/*)?(?:~|\.\.)?(?:/[\w.@+%=-]+){2,}/?")
 _ADDRESS = re.compile(
-    r"\b(?!(?:hf|file|modelscope):)[a-z][a-z0-9+.-]*://(?:[^\s/@]*@)?[^\s'\",;)]+"
-    r"|(?:[^\s'\",;/@=]+@)?\b(?:(?:[\w-]+\.)+[a-z][\w-]*:\d{2,5}|\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?)\b",
+    # The lengths have bounds, since a search in a long text without blanks would take their square.
+    r"\b(?!(?:hf|file|modelscope):)[a-z][a-z0-9+.-]{0,30}://(?:[^\s/@]*@)?[^\s'\",;)]+"
+    r"|(?:\b[^\s'\",;/@=]{1,99}@)?\b(?:(?:[\w-]{1,63}\.){1,9}[a-z][\w-]{0,63}:\d{2,5}"
+    r"|\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?)\b",
     re.I,
 )
 _METHODS = {
