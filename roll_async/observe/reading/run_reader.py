@@ -72,7 +72,7 @@ class RunReader:
         path = Path(os.path.abspath(path))  # `.` and `..` have no name of their own
         if not any((path / name).is_file() for name in ("run.json", "metrics.jsonl")):
             what = "has neither run.json nor metrics.jsonl" if path.is_dir() else "is no folder"
-            near = (path, path.parent, path.parent.parent, path / "output", path.parent / "output")
+            near = (path, path / "output", path.parent, path.parent / "output", path.parent.parent)
             folder = next((each for each in near if any(each.glob("*/run.json"))), path.parent)
             raise ValueError(f"{path} {what}: give the folder of a run; `roll-async runs {folder}` lists them")
         self.path = path
