@@ -45,7 +45,7 @@ class TrainingArguments:
     weight_decay: float = bounded(0.0, ">= 0")
     """Decoupled weight decay; 0, because RL runs are short."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape over max_steps."""
+    """Shape over max_steps; of an actor without the steps of critic_warmup."""
     warmup_steps: int = bounded(0, ">= 0")
     """Optimizer steps of linear warm-up."""
     adam_beta1: float = bounded(0.9, "in [0, 1)")

@@ -307,7 +307,8 @@ class Learner:
                 estimator=self._algorithm.kl_estimator,
             )
             observed = kl_estimate(logprobs_BT=known, ref_logprobs_BT=reference, mask_BT=policy, estimator="k1")
-            metrics["kl/reference"] = float(masked_mean(values_BT=observed, mask_BT=policy))
+            if policy.any():
+                metrics["kl/reference"] = float(masked_mean(values_BT=observed, mask_BT=policy))
         if self._algorithm.adv_estimator == "gdpo":
             evidence = replace(evidence, reward_parts=self._reward_parts(batch, scores))
         elif self._algorithm.adv_estimator == "rae":
@@ -519,7 +520,7 @@ class Learner:
             self.state.token_kl_coef = update_kl_coefficient(
                 coefficient=self.state.token_kl_coef,
                 observed_kl=metrics["kl/reference"],
-                num_samples=len(batch.lengths),
+                num_samples=int(self._part(batch, "policy").sum()),
                 target=self._options.algorithm.target_kl,
                 horizon=self._options.algorithm.kl_horizon,
             )

@@ -22,6 +22,7 @@ T2_PLAIN = (2, {"parallel": {"tensor": 2}})
 P2 = (2, {"parallel": {"pipeline": 2}})
 C2 = (2, {"parallel": {"context": 2}})
 D2 = (2, DISTRIBUTED)
+D2_OVERLAP = (2, {"optimizer": {"distributed": True, "overlap_grad_reduce": True, "overlap_param_gather": True}})
 T2X2 = (2, {"parallel": {"tensor": 2, "expert_tensor": 2, "sequence_parallel": True}})
 T2E2X2D2 = (4, {"parallel": {"tensor": 2, "expert": 2, "expert_tensor": 2, "sequence_parallel": True}, **DISTRIBUTED})
 FULL = {"recompute": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}}
@@ -51,7 +52,15 @@ def measured(rank_pool, folders):
 
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    [("dense", T2), ("dense", T2_PLAIN), ("dense, tied", P2), ("dense", D2), ("MoE", T2X2), ("MoE", T2E2X2D2)],
+    [
+        ("dense", T2),
+        ("dense", T2_PLAIN),
+        ("dense, tied", P2),
+        ("dense", D2),
+        ("dense", D2_OVERLAP),
+        ("MoE", T2X2),
+        ("MoE", T2E2X2D2),
+    ],  # fmt: skip
 )
 def test_adapters_take_the_same_step_in_every_layout(measured, kind, layout):
     cases.assert_same_steps(measured(kind, layout, **LORA), measured(kind, (1, {}), **LORA))

@@ -534,6 +534,21 @@ def test_supervised_rows_have_no_value_to_learn_and_no_distance_from_the_referen
     assert trial.report.metrics["kl/reference"] == pytest.approx(0.1)
 
 
+def test_supervised_rows_do_not_move_the_coefficient_that_follows_the_policy(build):
+    def adapted(*groups):
+        away = torch.full((sum(len(group.samples) for group in groups), 1), -9.0)
+        trial = Trial(reference=away, token_kl_coef=0.1, target_kl=100.0, kl_horizon=100, domains=("math", "demos"),
+                      loss_parts={"demos": "cross_entropy"})  # fmt: skip
+        trial.step(list(groups))
+        assert ("kl/reference" in trial.report.metrics) == (own in groups)
+        return trial.learner.state.token_kl_coef
+
+    own, shown = build.group(0, scores=(1.0, 0.0)), build.prompt(domain="demos")
+    given = [build.sample(shown, (9, 9, 9), score=0.0, sample_id=str(i)) for i in range(20)]
+    given = build.group(1, prompt=shown, samples=tuple(given))
+    assert adapted(own, given) == adapted(own) < 0.1 == adapted(given)
+
+
 def test_every_role_is_given_the_images_of_each_row(build):
     image = Image(data=b"a file", grid=(1, 2))
     seen = replace(build.prompt(ids=(5, 6)), images=(image,))

@@ -99,7 +99,7 @@ class Adapter(torch.nn.Module):
         """float32, this rank's `down` and `up`; `scaled`: scale * `up`, whose product with the former is `delta`."""
         return self.down.detach(), self._scale * self.up if scaled else self.up.detach()
 
-    def lowered(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """[..., rank] of the layer's input [..., in]; in a training step without what dropout leaves out."""
         if self._dropout and self.training:
             x = self._dropped(x)
@@ -146,7 +146,8 @@ class _Adapted:
             # Identity; its backward sums over the ranks, which the layer's own product would do.
             input = copy_to_tensor_model_parallel_region(input, group=tp_group)
         # Before positions are gathered: what is kept for the backward pass is this rank's share of them.
-        low = adapter.lowered(input)
+        # Called as a module: with overlap_param_gather, Megatron waits there for the shards of other ranks.
+        low = adapter(input)
         if sequence_parallel:
             input, low = (gather_from_sequence_parallel_region(x, group=tp_group) for x in (input, low))
         output = adapter.added_to_product(input, weight, low)
