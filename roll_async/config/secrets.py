@@ -20,8 +20,8 @@ _FREE_FORM = ("tracker_kwargs", "env_config", "tool_args", "extra")
 _SECRET_NAME = re.compile(
     r"(api|access|secret|private|auth)[_-]?key|token(?!s|iz)|secret|passw|passphrase|pwd|credential|authorization", re.I
 )
-_PASSWORD = re.compile(r"://[^\s/@:]*:[^\s/@]+@")
-"""In an address."""
+_PASSWORD, _NO_PASSWORD = re.compile(r"://[^\s/@:]*:[^\s/]+@"), f"://{HIDDEN}@"
+"""In an address, and what is shown of it."""
 _KEY_VALUE = re.compile(r"[\w.-]+=")
 C = TypeVar("C", bound=RunConfig)
 Path = tuple[str, ...]
@@ -43,7 +43,7 @@ def shown_override(text: str) -> str:
     key, separator, value = text.partition("=")
     path = tuple(key.split("."))
     hidden = is_secret(path) or is_secret((*path, "token"))
-    return _PASSWORD.sub(f"://{HIDDEN}@", f"{key}{separator}{HIDDEN if hidden else value}")
+    return _PASSWORD.sub(_NO_PASSWORD, f"{key}{separator}{HIDDEN if hidden else value}")
 
 
 def shown_text(text: str, handed: Mapping[str, object]) -> str:
@@ -58,38 +58,42 @@ def shown_text(text: str, handed: Mapping[str, object]) -> str:
         elif value not in (None, "") and is_secret(path):
             yield str(value)
 
-    text = shown_override(text) if _KEY_VALUE.match(text) else _PASSWORD.sub(f"://{HIDDEN}@", text)
+    text = shown_override(text) if _KEY_VALUE.match(text) else _PASSWORD.sub(_NO_PASSWORD, text)
     for secret in sorted(secrets(handed, ("tracker_kwargs",)), key=len, reverse=True):  # one may be a part of another
         text = text.replace(secret, HIDDEN)
     return text
 
 
 def without_secrets(config: C) -> C:
-    """The config with HIDDEN in place of every secret."""
+    """The config with HIDDEN in place of every secret; of an address, of its user and password."""
 
     def hide(path: Path, value: object) -> object:
         # What is not set, or is a switch, tells nothing.
         empty = value is None or value == "" or isinstance(value, bool)
-        return value if empty or not is_secret(path, value) else HIDDEN
+        if empty or not is_secret(path, value):
+            return value
+        return HIDDEN if is_secret(path) else _PASSWORD.sub(_NO_PASSWORD, str(value))
 
     return cast(C, changed_leaves(config, (), hide))
 
 
 def with_secrets(config: C, environment: Mapping[str, str]) -> C:
-    """The inverse: every HIDDEN becomes the variable that is called like the last part of its key. Raises ValueError
-    with the keys that have none.
+    """The inverse: every HIDDEN becomes the variable that is called like the last part of its key, in an address like
+    the whole key with `_` between its words. Raises ValueError with the keys that have none.
     """
-    missing: list[str] = []
+    missing: dict[str, str] = {}
 
     def reveal(path: Path, value: object) -> object:
-        if value != HIDDEN or path[-1] in environment:
-            return environment[path[-1]] if value == HIDDEN else value
-        missing.append(".".join(path))
-        return value
+        if not isinstance(value, str) or (value != HIDDEN and _NO_PASSWORD not in value):
+            return value
+        variable = path[-1] if value == HIDDEN else re.sub(r"\W", "_", ".".join(path))
+        if variable not in environment:
+            missing[".".join(path)] = variable
+        return value.replace(HIDDEN, environment.get(variable, HIDDEN))
 
     revealed = cast(C, changed_leaves(config, (), reveal))
     if missing:
-        variables = ", ".join(dict.fromkeys(key.rpartition(".")[2] for key in missing))
+        variables = ", ".join(dict.fromkeys(missing.values()))
         raise ValueError(
             f"{', '.join(missing)}: {HIDDEN} stands for a secret, which no file of a run holds; write its value into "
             f"the config, or set the environment variable {variables}"

@@ -9,7 +9,6 @@ from roll_async.config.rules.shape import Findings, has_lengths, number
 from roll_async.config.schema import AgenticConfig, PipelineConfig, RLVRConfig, RunConfig, roles_in_turns
 from roll_async.config.schema_rollout import MAIN_SET
 from roll_async.config.schema_worker import MegatronTrainConfig
-from roll_async.config.secrets import HIDDEN
 
 
 def overlong(config: PipelineConfig) -> Findings:
@@ -55,7 +54,7 @@ def teachers(config: PipelineConfig) -> Findings:
         yield "C156", "teacher", f"cannot be combined with teachers.{next(iter(config.teachers))}; keep one"
     for name, server in config.teacher_servers.items():
         key, url = f"teachers.{name}.address", urlsplit(server.address)
-        if server.address != HIDDEN and (url.scheme not in ("http", "https") or not url.hostname):
+        if url.scheme not in ("http", "https") or not url.hostname:
             yield "C156", key, f"'{server.address}' is no address; write http://HOST:PORT/v1"
         if other := next((n for n, value in of_all.items() if getattr(sampling, n) != value), None):
             message = f"a server gives log-probs of the whole distribution; set actor_infer.generating_args.{other}"

@@ -84,11 +84,35 @@ def test_what_others_say_is_shown_without_the_secrets_they_were_handed():
     assert shown_text("max_steps=3", handed) == "max_steps=3"
 
 
-def test_an_address_with_a_password_is_a_secret_wherever_it_is(files):
-    judge = {"maths": {"type": "llm_judge", "judge": {"api_url": "http://bob:s3cret@judge.corp/v1", "model": "j"}}}
-    config = load(files.rlvr({"rewards": judge}))
-    assert dump(without_secrets(config)).count(HIDDEN) == 1 and "s3cret" not in dump(without_secrets(config))
-    assert with_secrets(without_secrets(config), {"api_url": "http://bob:s3cret@judge.corp/v1"}) == config
+def judged(files, *users):
+    """A config with a judge of each of these users."""
+    rewards = {
+        f"j-{i}": {
+            "type": "llm_judge",
+            "tag_included": [f"t{i}"],
+            "judge": {"api_url": f"http://{user}@host{i}/v1", "model": "j"},
+        }
+        for i, user in enumerate(users)
+    }
+    return load(files.rlvr({"rewards": rewards}))
+
+
+def test_user_and_password_of_an_address_are_a_secret_wherever_it_is_and_its_host_is_none(files):
+    config = judged(files, "bob:s3cret", "eve:s3@cret")
+    hidden = without_secrets(config)
+    assert dump(hidden).count(HIDDEN) == 2 and "s3" not in dump(hidden)
+    assert hidden.rewards["j-0"].judge.api_url == f"http://{HIDDEN}@host0/v1"
+    given = {"rewards_j_0_judge_api_url": "bob:s3cret", "rewards_j_1_judge_api_url": "eve:s3@cret"}
+    assert with_secrets(hidden, given) == config
+    with pytest.raises(ValueError, match=r"^rewards.j-1.judge.api_url: .* environment variable rewards_j_1_judge_api"):
+        with_secrets(hidden, {"rewards_j_0_judge_api_url": "bob:s3cret", "api_url": "eve:s3@cret"})
+    assert with_secrets(config, {}) is config, "a resume with the user's own config needs no variable"
+
+
+def test_a_printed_command_is_refused_until_its_hidden_password_is_written(files):
     shown = shown_override("rewards.maths.judge={api_url: http://bob:s3cret@judge.corp/v1}")
     assert shown == f"rewards.maths.judge={{api_url: http://{HIDDEN}@judge.corp/v1}}"
+    with pytest.raises(ValueError, match="rewards.j-0.judge.api_url: <hidden> stands for a secret"):
+        with_secrets(judged(files, HIDDEN), {})
     assert shown_override("rewards.maths.judge.api_url=http://judge.corp:80/a@b").endswith("=http://judge.corp:80/a@b")
+    assert shown_override("a=https://user:p@ss@host") == f"a=https://{HIDDEN}@host"
