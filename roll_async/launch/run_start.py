@@ -13,6 +13,7 @@ Nothing is read or written before the folder is locked.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shlex
@@ -28,6 +29,7 @@ from roll_async.checkpoint.lineage import left_behind
 from roll_async.checkpoint.run_checkpoints import RunCheckpoints, adopt, run_of, step_of
 from roll_async.config.schema import PipelineConfig, RunConfig
 from roll_async.config.secrets import shown_override
+from roll_async.observe.disk import Unwritable
 from roll_async.observe.run_folder import RunFolder
 from roll_async.observe.run_record import (
     FolderLock,
@@ -45,15 +47,23 @@ C = TypeVar("C", bound=RunConfig)
 
 # SQLite's files beside the database: what was committed last may be in the log alone.
 _LEDGER_FILES = ("", "-wal", "-shm")
+_NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def lock_run(config: RunConfig, held: ExitStack) -> None:
     """Keep the folder of the run, and what it has outside of it, to this process until the stack closes. Raises
     ValueError when another process has one of them.
     """
-    places = [("exp_name", _folder(config)), *_outside(config)]
-    for name, key in {name: key for key, path in places for name in locked_names(path)}.items():
-        held.callback(FolderLock(name, key).close)
+    places = [(key, locked_names(path)) for key, path in (("exp_name", _folder(config)), *_outside(config))]
+    own = {names[0] for _, names in places}
+    for name, key in {name: key for key, names in places for name in names}.items():
+        try:
+            held.callback(FolderLock(name, key).close)
+        except (ValueError, Unwritable) as error:
+            # Of what a link leads to the folder may be the user's, and not the place where its lock would be.
+            fault = error.__cause__
+            if name in own or not isinstance(fault, OSError) or fault.errno not in _NOT_OURS:
+                raise
 
 
 def checkpoints_of(config: RunConfig, record: RunRecord | None) -> RunCheckpoints:

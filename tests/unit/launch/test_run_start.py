@@ -1,5 +1,6 @@
 """What a start does with what lies in its folder: nothing of a former run is lost, and nothing is mixed."""
 
+import errno
 import fcntl
 import json
 import os
@@ -217,6 +218,25 @@ def test_a_run_is_locked_under_its_name_and_that_of_the_folder_which_it_is_a_lin
         lock_run(linked, held)
         open_run(linked)  # the link becomes link.1
         assert not (tmp_path / "link").is_symlink() and is_locked(tmp_path / "link")
+
+
+def test_a_link_to_a_folder_in_a_place_of_others_is_locked_under_its_own_name(tmp_path, monkeypatch):
+    (tmp_path / "disk/me").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "disk/me")
+    opened = os.open
+
+    def as_user(path, *args):
+        if str(path).startswith(f"{tmp_path}/disk/."):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return opened(path, *args)
+
+    monkeypatch.setattr(os, "open", as_user)  # root may write everywhere
+    with ExitStack() as held:
+        lock_run(config_in(tmp_path, "exp_name=link"), held)
+        with pytest.raises(ValueError, match="is in use by process"):
+            lock_run(config_in(tmp_path, "exp_name=link"), held)
+    with pytest.raises(ValueError, match="disk/me: cannot be written: Permission denied"):
+        lock_run(config_in(tmp_path / "disk", "exp_name=me"), ExitStack())
 
 
 def test_a_start_that_made_nothing_leaves_no_lock_and_one_that_came_between_holds_its_own(tmp_path, monkeypatch):
