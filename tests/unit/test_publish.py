@@ -20,7 +20,7 @@ from huggingface_hub.utils import close_session
 
 from roll_async.checkpoint.folders.manifest import write_manifest
 from roll_async.cli import main
-from roll_async.commands.reading.model_card import public_text
+from roll_async.commands.reading.model_card import _fenced, public_text
 from roll_async.config.api import dump, load_with_warnings
 from roll_async.observe.run_record import RunRecord, write_record
 from tests.patience import patient
@@ -211,7 +211,8 @@ def test_folders_addresses_and_names_in_a_cache_are_not_those_of_the_machine():
     for address in (
         "http://bob:pw@judge.corp:8000/v1", "10.0.0.7:6379", "redis://:pw@cache.corp/0", "s3://mine/x",
         "postgresql+psycopg://u:p@db/x", "http://bob:p,w@judge.corp", "HTTP://judge.corp", "judge.corp:8000",
-        "mongodb://bob:pw@db1.corp:27017,db2.corp:27017", "bob:pw@proxy.corp:3128",
+        "mongodb://bob:pw@db1.corp:27017,db2.corp:27017", "bob:pw@proxy.corp:3128", "bob:pw@proxy:3128",
+        "localhost:6379", "[fd00::1]:8000", "judge.md:18000",
     ):  # fmt: skip
         assert set(re.split(",| and ", public_text(f"{address} and {address}"))) == {"<address>"}, address
     began = time.monotonic()
@@ -225,6 +226,7 @@ def test_folders_addresses_and_names_in_a_cache_are_not_those_of_the_machine():
         "a.b.score",
         *(part * 20_000 for part in ("a", "a.", "a@")),
         "max_steps=5 x:10 1.5:10 rewards.maths=mine:score",
+        "tests/foo.py:123 README.md:12 x[1:2] [::2]",
     ):
         assert public_text(same) == same
     assert time.monotonic() - began < patient(5), "a long text takes its length, not the square of it"
@@ -235,6 +237,13 @@ def test_a_home_is_hidden_at_the_borders_of_paths_only(home, monkeypatch):
     monkeypatch.setenv("HOME", home)
     assert public_text("python x/y /srv/root/tool.py http://a.corp/root/x") == "python x/y ./tool.py <address>"
     assert public_text("or/and /rooted a/root /root") == f"or/and /rooted a/root {'/root' if home == '/' else '~'}"
+
+
+def test_a_home_with_a_name_is_hidden_wherever_it_is(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/bob")
+    for text in ("to /home/bob.", "-I/home/bob/include", "\\n/home/bob/x", "file:///home/bob/x", "x /nfs/home/bob/x"):
+        assert "bob" not in public_text(text) + _fenced("response", text), text
+    assert _fenced("response", "/home/bobby /home/bob.old").count("~") == 0
 
 
 SECRETS = f"""

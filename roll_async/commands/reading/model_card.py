@@ -32,12 +32,15 @@ _OWN = (
 """Keys that say where one run was kept and who watched it. Without them a run is kept where its reader starts it."""
 _CACHED = re.compile(r"(?<!\S)\S*?/(models|datasets)--([^/\s]+)/snapshots/[^/\s]+/?(\S*)")
 """A folder or file in the cache of the hub."""
-_PATH = re.compile(r"(?<![\w./<-])(?:file:/*)?(?:~|\.\.)?(?:/[\w.@+%=-]+){2,}/?")
+_PATH = re.compile(r"(?<![\w./<-])(?:file:/*)?(?:~|\.\.)?(?:/[\w.@+%=~-]+){2,}/?")
 _ADDRESS = re.compile(
     # The lengths have bounds, since a search in a long text without blanks would take their square.
     r"\b(?!(?:hf|file|modelscope):)[a-z][a-z0-9+.-]{0,30}://(?:[^\s/@]*@)?[^\s'\",;)]+"
-    r"|(?:\b[^\s'\",;/@=]{1,99}@)?\b(?:(?:[\w-]{1,63}\.){1,9}[a-z][\w-]{0,63}:\d{2,5}"
-    r"|\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?)\b",
+    r"|\b[^\s'\",;/@=]{1,99}@[\w.-]{1,253}:\d{2,5}\b|\blocalhost:\d{2,5}\b"
+    r"|\[[\da-f]{0,4}(?::[\da-f]{0,4}){2,7}\]:\d{2,5}\b"
+    # With up to four digits it may be a line of a file.
+    r"|\b(?:(?:[\w-]{1,63}\.){1,9}(?!(?:py|md|ya?ml|jsonl?|txt|log|toml):\d{1,4}\b)[a-z][\w-]{0,63}:\d{2,5}"
+    r"|(?:[^\s'\",;/@=]{1,99}@)?\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?)\b",
     re.I,
 )
 _METHODS = {
@@ -74,7 +77,9 @@ def public_text(text: str) -> str:
 
 def _without_home(text: str) -> str:
     home = str(Path.home())
-    return re.sub(rf"(?<![\w./]){re.escape(home)}(?![\w.-])", "~", text) if home.strip("/") else text
+    # One of a single name, as /root, tells nothing, and may be the end of other words.
+    before = r"(?<![\w./])" if home.count("/") == 1 else ""
+    return re.sub(rf"{before}{re.escape(home)}(?![\w-])(?!\.\w)", "~", text) if home.strip("/") else text
 
 
 def public_config(value: object, known: Mapping[str, str], path: tuple[str, ...] = ()) -> object:
