@@ -94,9 +94,15 @@ def summary_without_engines(metrics: Sequence[Metrics], rows: Sequence[tuple[str
 
 
 def _steps(metrics: Sequence[Metrics]) -> str:
-    """The number of steps, and their seconds in all processes of the run: `time_s` begins anew in each."""
-    clocks = [m["time_s"] for m in metrics]
-    ends = [clock for clock, following in zip(clocks, [*clocks[1:], 0.0], strict=True) if following < clock]
+    """The number of steps, and their seconds in all processes of the run: `time_s` begins anew in each, whose first
+    step tells of its start.
+    """
+    following = [*metrics[1:], {"start/total_s": 0.0}]
+    ends = [
+        m["time_s"]
+        for m, after in zip(metrics, following, strict=True)
+        if "start/total_s" in after or after["time_s"] < m["time_s"]
+    ]
     return f"{metrics[-1]['step']:.0f} in {sum(ends):.0f} s"
 
 

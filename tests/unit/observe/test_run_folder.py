@@ -63,11 +63,12 @@ def test_a_model_that_may_be_of_a_later_step_is_left_behind_with_its_adapter(tmp
 
 
 def test_the_closing_table_says_the_time_of_all_starts_of_the_run():
-    clocks = (4.0, 9.0, 3.0, 30.0, 2.0)  # of three processes
+    clocks = (4.0, 9.0, 12.0, 30.0, 2.0)  # of three processes, the second of which has a long first step
     metrics = [
         dict.fromkeys([*KEYS_WITHOUT_ENGINES, "trainer/loss", "data/epoch"], 1.0) | {"step": step, "time_s": clock}
         for step, clock in enumerate(clocks, 1)
     ]
+    metrics[2]["start/total_s"] = 7.0
     assert "steps 5 in 41 s, 1.00 epochs" in " ".join(summary_without_engines(metrics, []).split())
 
 
