@@ -150,12 +150,14 @@ def _step(request: web.Request, name: str) -> int | None:
 
 
 def _about(runs: Sequence[RunReader]) -> list[dict[str, object]]:
-    """What is said of each run, under a name that tells it from the others."""
-    names = [run.path.name for run in runs]
-    return [
-        run.about() | {"name": name if names.count(name) == 1 else f"{run.path.parent.name}/{name}"}
-        for run, name in zip(runs, names, strict=True)
-    ]
+    """What is said of each run, under a name that tells it from the others: with as many parents as that takes."""
+
+    def name(run: RunReader) -> str:
+        tails = [run.path.parts[-n:] for n in range(1, len(run.path.parts))]
+        own = (tail for tail in tails if sum(other.path.parts[-len(tail) :] == tail for other in runs) == 1)
+        return "/".join(next(own, tails[-1]))
+
+    return [run.about() | {"name": name(run)} for run in runs]
 
 
 def _differences(runs: Sequence[RunReader]) -> list[tuple[str, str, str]]:

@@ -262,12 +262,14 @@ def test_the_page_shows_the_steps_that_a_run_makes_while_it_is_open(tmp_path):
 
 
 def test_a_page_without_a_server_has_the_newest_group_however_large(tmp_path, capsys):
-    run = write_run(tmp_path / "mine", steps=2)
+    run = write_run(tmp_path / "mine/output", steps=2)
     newest = run / "samples/step_00000002.jsonl"
     newest.write_text(newest.read_text().replace('"prompt":"', f'"prompt":"{"x" * (6 << 20)}'))
-    assert main(["view", str(run), str(write_run(tmp_path / "yours", steps=1)), "--html", str(tmp_path / "page")]) == 0
+    other = write_run(tmp_path / "yours/output", steps=1)
+    assert main(["view", str(run), str(other), "--html", str(tmp_path / "page")]) == 0
     assert ", 20 of 48 samples, opens in any browser" in capsys.readouterr().out
-    assert re.findall('"name":"([^"]+)","path"', (tmp_path / "page").read_text()) == ["mine/run", "yours/run"]
+    names = re.findall('"name":"([^"]+)","path"', (tmp_path / "page").read_text())
+    assert names == ["mine/output/run", "yours/output/run"]
 
 
 @pytest.mark.slow
