@@ -53,7 +53,7 @@ def test_what_it_writes_is_valid_fits_and_takes_one_optimizer_step_a_batch(capsy
     assert 20 <= len(Path("mine/config.yaml").read_text().splitlines()) <= 30
 
 
-@pytest.mark.parametrize("name", ["\U0001f600 \xe9 ${x}, 1", "rows, new"])
+@pytest.mark.parametrize("name", ["\U0001f600 \xe9 ${x}, 1", "rows, new", "a\nb: 1"])
 def test_every_character_of_a_name_is_in_the_config_as_it_is(capsys, name):
     data = Path(rows(question="2 + 3?", answer="5")).rename(f"{name}.jsonl")
     code, said = new(capsys, name, "--model", f"acme/{name}-1.7B", "--data", str(data), "--gpus", "1")

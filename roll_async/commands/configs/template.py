@@ -19,6 +19,7 @@ from roll_async.checkpoint.known_models import known_config
 from roll_async.checkpoint.model_sizes import longest_context
 from roll_async.config.api import ConfigError
 from roll_async.config.schema_rollout import REWARDS
+from roll_async.config.yaml.diagnostics import printable
 from roll_async.config.yaml.emit import scalar
 from roll_async.prompts.rows import BadRows, found_columns, read_records
 
@@ -243,10 +244,10 @@ def _text(choices: Choices, layout: DeviceLayout) -> str:
     how = "trainer and engine take turns" if together else "the next batch is generated while one is trained"
     head = f"{Path(choices.model).name}, {where}: {how}"
     return f"""\
-# {head}.
+# {printable(head)}.
 # Check it with `roll-async validate FILE` and `roll-async show FILE --memory`; all keys: docs_roll/configuration.md.
 # Derived: {prompts} groups * {choices.samples} = {samples} samples per step = 1 optimizer step.
-exp_name: {scalar(choices.name)}  # output goes to output/{choices.name}
+exp_name: {scalar(choices.name)}  # output goes to output/{printable(choices.name)}
 pretrain: {scalar(choices.model)}
 max_steps: 200
 save_steps: 50  # a checkpoint; the model as a Transformers folder is written at the end
