@@ -19,8 +19,8 @@ from roll_async.rewards.sandbox.values import decode
 from roll_async.rewards.verdict import Verdict
 
 _LINE_END = re.compile(r"\r\n?|\n")
-_FENCE = re.compile(r"([ \t]*)(`{3,}(?=[^`]*\Z)|~{3,})[ \t]*(.*)")
-_LANGUAGE = re.compile(r"\W*(python3?|py)(?![^\W_])", re.IGNORECASE)
+_FENCE = re.compile(r"([ \t]*)(`{3,}(?=[^`]*\Z)|~{3,}(?=[^~^]*\Z))[ \t]*(.*)")
+_LANGUAGE = re.compile(r"\W*(python3?|py)(?![\w-])", re.IGNORECASE)
 _TOLERANCE = 1e-6
 _RESERVE = 0.9
 """Share of the sample's time used for cases: the verdict must come before the pool gives the sample up."""
@@ -97,30 +97,34 @@ class CodeSandbox:
 
 
 def program_of(text: str) -> str | None:
-    """The last fenced block marked as Python, else the last one without a mark, after the thinking."""
-    blocks = [block for block in _blocks(after_thinking(text)) if block[1].strip()]
-    python = [code for mark, code in blocks if _LANGUAGE.match(mark)]
-    plain = [code for mark, code in blocks if not mark]
-    return (python or plain or [None])[-1]
+    """The last fenced block marked as Python, else the last one without a mark, after the thinking; one that only the
+    end of the text closes where there is no other.
+    """
+    found = {}
+    for mark, code, closed in _blocks(after_thinking(text)):
+        if code.strip() and (not mark or _LANGUAGE.match(mark)):
+            found[closed, bool(mark)] = code
+    return found[max(found)] if found else None
 
 
-def _blocks(text: str) -> Iterator[tuple[str, str]]:
-    """(mark, code) of each fenced block, by the rules of CommonMark, but for fences that may be indented by any depth,
-    as in a list. The end of the text closes a block.
+def _blocks(text: str) -> Iterator[tuple[str, str, bool]]:
+    """(mark, code, whether it is closed before the end) of each fenced block, by the rules of CommonMark, but for
+    fences that may be indented by any depth, as in a list, and tildes, which open one only with one word behind them:
+    else they underline.
     """
     opened, lines = None, []
     for line in _LINE_END.split(text):
         fence = _FENCE.fullmatch(line)
         if opened is None:
-            opened, lines = fence, []
-        elif fence and not fence[3] and fence[2].startswith(opened[2]) and len(fence[1]) < len(opened[1]) + 4:
-            yield opened[3].strip(), "".join(lines)
+            opened, lines = fence if fence and (fence[2][0] == "`" or len(fence[3].split()) == 1) else None, []
+        elif fence and not fence[3] and fence[2].startswith(opened[2]) and len(fence[1]) <= len(opened[1]) + 8:
+            yield opened[3].strip(), "".join(lines), True
             opened = None
         else:
             # What has less than the fence's own indent keeps nothing of it.
             lines.append(line[len(os.path.commonprefix((opened[1], line))) :] + "\n")
     if opened is not None:
-        yield opened[3].strip(), "".join(lines)
+        yield opened[3].strip(), "".join(lines), False
 
 
 def judge(case: Case, outcome: ProgramResult) -> tuple[float, str]:

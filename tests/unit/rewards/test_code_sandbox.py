@@ -224,7 +224,12 @@ def test_slow_cases_share_the_time_of_their_sample():
         ("```python\na\n```\nrun it:\n```bash\nls\n```\n```\nout\n```", "a\n"),
         ("<think>```python\na\n```</think> none", None),
         ("no code", None),
-        ("```python\na\n```\n```python\nunclosed", "unclosed\n"),
+        ("```python\na\n```\n```python\nunclosed", "a\n"),
+        ("```python\na\n```\n```python-repl\n>>> a\n```\n```python_output\n1\n```\n```python-traceback\nb\n```", "a\n"),
+        ('a\n    d["a"]["b"]\n    ~~~~~~^^^^^\n\n```python\na\n```', "a\n"),
+        ("~~~strike~~~ is removed\n```python\na\n```", "a\n"),
+        ("The sum:\n    ~~~~~~~~ of both\n    ~~~\n```python\na\n```", "a\n"),
+        ("   ```python\n   a\n         ```\nEnd.", "a\n"),
         ("```" * 20_000, None),
     ],
 )
@@ -253,7 +258,7 @@ def test_a_block_is_fenced_as_in_markdown(text):
 
 
 def test_a_fence_inside_a_block_is_text_of_it():
-    for inner in ("~~~", "```python", "    ```", "```a"):
+    for inner in ("~~~", "```python", "         ```", "```a"):
         code = f'"""\n{inner}\n"""\n'
         assert program_of(f"```python\n{code}```\n") == code
     assert program_of("````python\n```\n````") == "```\n"
