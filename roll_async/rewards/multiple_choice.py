@@ -37,8 +37,10 @@ _ANOTHER = re.compile(
 _RUN = re.compile(r"[A-Z]{2,10}")
 _ARTICLE = re.compile(r"a\b.*", re.DOTALL)
 """In a sentence, a small a is no letter of a choice."""
-_PRONOUN = re.compile(
-    r"[AI](?:['\u2019]|[^\S\n]+(?!(?:and|or|nor|vs|not|because|since|is|as|which|due|for|with|but|so)\b)[a-z])"
+_WORD = re.compile(
+    r"[AI]['\u2019]|(?:I[^\S\n]+(?:don|do|did|am|was|think|thought|would|could|have|had|can|cannot|will|prefer|like|guess"
+    r"|believe|know|say|see|choose|chose|need|want|picked|selected)"
+    r"|A[^\S\n]+(?:lot|few|little|bit|couple|number|good|great|large|small|big|huge|long|short|better))\b"
 )
 """In "I don't know" and "A lot of" there is no letter of a choice."""
 _PHRASE = re.compile(
@@ -71,7 +73,7 @@ class MultipleChoice:
 def reference_letters(ground_truth: str, extra: Mapping[str, str]) -> tuple[frozenset[str], dict[str, str]]:
     """(right letters, choices by letter) of a row. Raises ValueError for a reference that names none."""
     choices = _choices(extra.get("choices", ""))
-    right = _letters(ground_truth, choices)
+    right = _letters(ground_truth, choices, reference=True)
     if not right:
         raise ValueError(f"the reference {ground_truth[:80]!r} names no letter and none of the choices")
     return right, choices
@@ -86,9 +88,9 @@ def _stated(text: str, choices: Mapping[str, str], form: str) -> frozenset[str]:
     if form not in ("auto", "the_answer_is"):
         return frozenset()
     visible = after_thinking(text)
-    phrase = deque(_PHRASE.finditer(visible), maxlen=1)
+    phrase = deque((p for p in _PHRASE.finditer(visible) if not _is_word(visible, p.start(1), choices)), maxlen=1)
     # The pattern ignores case for its words; the letter of a choice is a capital.
-    if phrase and phrase[0][1].isupper() and not _PRONOUN.match(visible, phrase[0].start(1)):
+    if phrase and phrase[0][1].isupper():
         behind = visible[phrase[0].end() :].lstrip(")]*")
         return frozenset() if _ANOTHER.match(_without_markup(behind[:80])) else frozenset(phrase[0][1])
     if form != "auto":
@@ -102,7 +104,7 @@ def _stated(text: str, choices: Mapping[str, str], form: str) -> frozenset[str]:
     )
 
 
-def _letters(answer: str, choices: Mapping[str, str]) -> frozenset[str]:
+def _letters(answer: str, choices: Mapping[str, str], reference: bool = False) -> frozenset[str]:
     r"""{"B"} of "B", "(B)", "\text{B}", "B. Paris" or the text of choice B; {"A", "C"} of "A, C", "A and C" or "AC".
     One of two, as in "A or C", is no answer.
     """
@@ -117,7 +119,7 @@ def _letters(answer: str, choices: Mapping[str, str]) -> frozenset[str]:
         return frozenset(plain)
     written = answer.strip()
     # As it was written: a letter in bold is no word.
-    if _PRONOUN.match(written, title.end() if (title := _TITLE.match(written)) else 0):
+    if not reference and _is_word(written, title.end() if (title := _TITLE.match(written)) else 0, choices):
         return frozenset()
     stated = _LETTERS.match(plain)
     if not stated:
@@ -127,6 +129,13 @@ def _letters(answer: str, choices: Mapping[str, str]) -> frozenset[str]:
         return frozenset()
     found = frozenset(_ONE.findall(stated[0]))
     return found if not choices or found <= choices.keys() else frozenset()
+
+
+def _is_word(text: str, at: int, choices: Mapping[str, str]) -> bool:
+    """Of the A or I there, unless the text of that choice follows."""
+    own = choices.get(text[at : at + 1])
+    follows = own and text[at + 1 :].lstrip().casefold().startswith(own.strip().casefold())
+    return not follows and _WORD.match(text, at) is not None
 
 
 def _without_markup(text: str) -> str:

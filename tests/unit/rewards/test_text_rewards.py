@@ -71,8 +71,20 @@ def test_a_letter_that_is_a_word_of_a_sentence_is_none(form):
         "A, a town",
         "A as told",
         "A\nthat was easy",
+        *(
+            f"A {word} it"
+            for word in "based given by after among according if in here then only while".split()
+        ),
     ):
         assert MultipleChoice()(form % said, "A", {}).score == 1, said
+    for choice in ("paris", "little water", "London"):
+        choices = {"choices": json.dumps([choice, "few"])}
+        assert MultipleChoice()(form % f"A {choice}", f"A {choice}", choices).score == 1, choice
+
+
+def test_the_i_of_a_sentence_behind_the_answer_is_none():
+    said = "The correct choice is B. After some thought that is the option I chose."
+    assert MultipleChoice()(said, "B", {}).score == 1
 
 
 WRAPPERS = re.split(
