@@ -83,6 +83,8 @@ class TurnHandler(ABC):
                 return self._replies[key]
             else:
                 running = self._awaited.get(key)
+        elif key is not None:
+            self._failed.pop(key, None)  # a new request: nobody asked again for those before it
         # A turn that failed has no reply to repeat: it is sampled anew.
         if running is None or running.done():
             running = asyncio.ensure_future(self._limited(request))

@@ -232,8 +232,18 @@ def test_a_retry_of_what_failed_is_sampled_anew_beside_the_reply_to_the_same_bod
         found = [await post(http, endpoint, "/chat/completions", body, **{counted: count}) for count in "12"]
         assert good["id"] != found[0][1]["id"] == found[1][1]["id"]
 
-    _, session, policy = served(work, [RuntimeError("lost"), "ab", "the"], sessions)
+    _, session, policy = served(work, [RuntimeError("lost"), "ab", "the"], sessions, delay_s=0.1)
     exact(session, policy)
+
+
+def test_a_failure_that_is_not_retried_leaves_the_next_request_its_own_retries(sessions):
+    async def work(http, endpoint, gateway, session):
+        body, counted = chat(("user", "1")), "x-stainless-retry-count"
+        found = [await post(http, endpoint, "/chat/completions", body, **{counted: count}) for count in "001"]
+        assert [status for status, _ in found] == [503, 200, 200]
+        assert found[1][1]["id"] == found[2][1]["id"] and session.num_turns == 1
+
+    served(work, [RuntimeError("lost"), "ab", "the"], sessions)
 
 
 @pytest.mark.parametrize("stream", [False, True])
