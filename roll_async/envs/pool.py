@@ -263,7 +263,7 @@ class _InWorker:
         return Observation(**answer)
 
     async def close(self) -> None:
-        """Leave the process to the others; a world that does not close is left to the end of its process."""
+        """Leave the process to the others; one whose world does not close takes no further ones."""
         worker, self._worker = self._worker, None
         if worker is None or self._number not in worker.worlds:
             return
@@ -272,7 +272,10 @@ class _InWorker:
             if worker.alive and worker.takes_worlds:
                 async with asyncio.timeout(self._timeout_s):
                     await worker.ask(op="close", world=self._number)
-        except (TimeoutError, WorldFailed, ConnectionError) as error:
+        except TimeoutError:
+            worker.retire()
+            self._pool.lost(worker)
+        except (WorldFailed, ConnectionError) as error:
             logger.info("a world did not close: %s", error)
         finally:
             worker.worlds.discard(self._number)

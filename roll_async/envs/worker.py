@@ -20,6 +20,7 @@ from roll_async.observe.outside import OutsideError, border, message_of, place_o
 from roll_async.processes.child import connect, say
 
 _MAX_THREADS = 256
+_STEP_ENDS_S = 2.0
 LINE_BYTES = 64 << 20
 """Of an answer, which is one line."""
 
@@ -32,13 +33,18 @@ class Worlds:
         self._worlds: dict[int, World] = {}
         self._closed: set[int] = set()
         self._busy: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
-        """By world, which does one thing at a time: a close waits for the step of a cancelled trajectory."""
+        """By world, which does one thing at a time: a close waits a little for the step of a cancelled trajectory, not
+        for ever, as the step may itself wait for the close. Of a reset that makes the world it waits for the end.
+        """
 
     def handle(self, line: bytes) -> None:
         """Execute one request and return its answer."""
         request = json.loads(line)
+        busy = self._busy[request["world"]]
+        made = request["op"] == "close" and request["world"] in self._worlds
+        held = busy.acquire(timeout=_STEP_ENDS_S if made else -1)
         try:
-            with border(GraderFailed), self._busy[request["world"]]:
+            with border(GraderFailed):
                 text = json.dumps({"id": request["id"], **self._do(request)})
                 if len(text) >= LINE_BYTES:
                     raise ValueError(f"text and info are {len(text)} bytes as JSON, {LINE_BYTES} are allowed")
@@ -47,6 +53,9 @@ class Worlds:
             text = json.dumps({"id": request["id"], "error": reason, "kind": "grader"})
         except OutsideError as error:
             text = json.dumps({"id": request["id"], "error": str(error), "kind": "world"})
+        finally:
+            if held:
+                busy.release()
         # Threads answer beside each other, and a long line takes several writes.
         with self._lock:
             self._channel.sendall(text.encode() + b"\n")

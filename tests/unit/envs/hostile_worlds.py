@@ -113,6 +113,25 @@ class Slowly:
         path: str
 
 
+class WaitsForItsClose(Slowly):
+    """As a browser: what it does ends when it is closed."""
+
+    def __init__(self, options):
+        super().__init__(options)
+        self._closed = threading.Event()
+
+    def reset(self, *, seed=None, options=None):
+        return "x", {}
+
+    def _work(self):
+        self._say("begins ")
+        self._closed.wait()
+
+    def close(self):
+        super().close()
+        self._closed.set()
+
+
 class InLoop(Hostile):
     """The same in the event loop."""
 

@@ -210,6 +210,26 @@ def test_a_world_that_is_cancelled_is_closed_when_what_it_does_has_ended(tmp_pat
     with_pool(work, step_timeout_s=20)
 
 
+@pytest.mark.slow
+def test_a_world_whose_step_waits_for_its_close_is_closed_and_one_that_does_not_close_is_killed(tmp_path):
+    path = tmp_path / "said"
+
+    async def close_in_step(pool, name):
+        world = pool.open(WorldSpec(env_type=f"hostile_worlds.{name}", values={"path": str(path)}))
+        await world.reset(0)
+        path.unlink(missing_ok=True)
+        step = asyncio.create_task(world.step(""))
+        while not path.exists():
+            await asyncio.sleep(0.01)
+        step.cancel()
+        await world.close()
+        return pool.killed
+
+    assert with_pool(lambda pool: close_in_step(pool, "WaitsForItsClose"), step_timeout_s=60) == 0
+    assert path.read_text() == "begins closed "
+    assert with_pool(lambda pool: close_in_step(pool, "WaitsForItsClose"), step_timeout_s=0.5) == 1
+
+
 def test_a_reset_that_begins_after_the_close_of_its_world_makes_none(tmp_path):
     values, (ours, theirs) = {"path": str(tmp_path / "said")}, socket.socketpair()
     worlds = Worlds(theirs)
