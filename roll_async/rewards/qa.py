@@ -14,7 +14,7 @@ from roll_async.rewards.verdict import Verdict
 
 _COMMAND = re.compile(r"\\(?:text[a-z]*|math[a-z]+|mbox|emph|operatorname)\s?(?=\{)")
 _SPACE = re.compile(r"\\[,;:! ]|~")
-"""Of LaTeX around the words of an answer; what is left of it is punctuation."""
+"""Of LaTeX around the words of an answer or a reference; what is left of it is punctuation."""
 _SQUAD_ARTICLE = re.compile(r"\b(a|an|the)\b")
 _SQUAD_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = frozenset({"a", "an", "the"})
@@ -34,10 +34,10 @@ class QuestionAnswer:
 
     def __call__(self, text: str, ground_truth: str, extra: Mapping[str, str]) -> Verdict:
         stated = final_answer(text, format_of(extra, self._format))
-        answer = self._words(after_thinking(text) if stated is None else _SPACE.sub(" ", _COMMAND.sub("", stated)))
+        answer = self._words(_plain(after_thinking(text) if stated is None else stated))
         references = _references(ground_truth)
-        f1 = max(overlap_f1(answer, self._words(r)) for r in references)
-        exact = float(any(answer == self._words(r) for r in references))
+        f1 = max(overlap_f1(answer, self._words(_plain(r))) for r in references)
+        exact = float(any(answer == self._words(_plain(r)) for r in references))
         return Verdict(
             score=self._score(f1, exact),
             acc=exact,
@@ -65,6 +65,11 @@ class ExactAnswer(QuestionAnswer):
 
     def _score(self, f1: float, exact: float) -> float:
         return exact
+
+
+def _plain(text: str) -> str:
+    # Without LaTeX a tilde is one: "3~4 days".
+    return _SPACE.sub(" ", _COMMAND.sub("", text)) if "\\" in text else text
 
 
 def squad_words(text: str) -> list[str]:

@@ -71,10 +71,7 @@ def test_a_letter_that_is_a_word_of_a_sentence_is_none(form):
         "A, a town",
         "A as told",
         "A\nthat was easy",
-        *(
-            f"A {word} it"
-            for word in "based given by after among according if in here then only while".split()
-        ),
+        *(f"A {word} it" for word in "based given by after among according if in here then only while".split()),
     ):
         assert MultipleChoice()(form % said, "A", {}).score == 1, said
     for choice in ("paris", "little water", "London"):
@@ -224,3 +221,6 @@ def test_a_stated_answer_is_read_without_the_commands_of_latex_around_it(reward)
         verdict = reward()(said, "New York", {})
         assert (verdict.score, verdict.acc) == (1, 1), said
     assert reward()("Answer: context", "context", {}).score == 1
+    for same in ("foo~bar", "3~4 days", r"\text{Paris}", r"\mathrm{NaCl}", r"C:\textures{a}", "~/.bashrc"):
+        assert reward()(f"Answer: {same}", same, {}).acc == reward()(same, same, {}).acc == 1, same
+    assert reward()("Answer: Paris", r"\text{Paris}", {}).acc == 1
