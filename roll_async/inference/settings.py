@@ -111,9 +111,11 @@ TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def unshown_stops(config: PipelineConfig) -> tuple[str, ...]:
-    """Stop strings that are no part of an answer, of training and of validations."""
+    """Stop strings that are no part of an answer, of training and of validations, but for those that training shows."""
+    training = config.actor_infer.generating_args
+    shown = training.stop_strings if training.include_stop_str_in_output else ()
     cut = (args.stop_strings for args in _all_generating_args(config) if not args.include_stop_str_in_output)
-    return tuple(dict.fromkeys(stop for stops in cut for stop in stops))
+    return tuple(dict.fromkeys(stop for stops in cut for stop in stops if stop not in shown))
 
 
 def _all_generating_args(config: PipelineConfig) -> list[GeneratingArguments]:

@@ -164,7 +164,8 @@ def _any_form(text: str, num_parts: int) -> Stated | None:
 def _end(text: str, best: tuple[str, tuple[int, str]]) -> int:
     """Where a phrase must stand to come after this answer: what stands in a tag belongs to it."""
     form, (start, _) = best
-    return text.lower().find("</answer>", start) if form == "tag" else start
+    closing = text.lower().find("</answer>", start) if form == "tag" else start
+    return len(text) if closing < 0 else closing
 
 
 _Found = tuple[int, str] | None
@@ -197,6 +198,9 @@ def _tag(text: str) -> _Found:
         elif start >= 0:
             inner, at, start = text[start : tag.start()].strip(), start, -1
             last = (at, inner) if inner else last
+    # A stop string may have ended it, which the text is without.
+    if last is None and start >= 0 and (inner := text[start:].strip()) and "\n" not in inner:
+        return start, inner
     return last
 
 

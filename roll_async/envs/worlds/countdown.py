@@ -63,9 +63,8 @@ class Countdown(TextWorld):
     def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
         """One attempt."""
         self._left -= 1
-        found = _ANSWER.findall(action)
-        # Models write the result behind their expression.
-        written = (found[-1] if found else action).partition("=")[0]
+        # A stop string may have closed the tag. Models write the result behind their expression.
+        written = (_ANSWER.findall(action) or action.rpartition("<answer>"))[-1].partition("=")[0]
         try:
             value, used = compute(written)
             fits = not Counter(map(int, used)) - Counter(self._numbers) and all(n.denominator == 1 for n in used)

@@ -73,8 +73,8 @@ class Questions(TextWorld):
 
 def same_answer(text: str, answer: str, grade: str) -> bool:
     """Whether the text ends with this answer: in <answer>, in \\boxed, or as its last number (the whole text)."""
-    found = _ANSWER.findall(text) or _BOXED.findall(text)
-    said = found[-1] if found else text
+    # A stop string may have closed the tag.
+    said = (_ANSWER.findall(text) or _BOXED.findall(text) or text.rpartition("<answer>"))[-1]
     if grade == "text":
         return _words(said) == _words(answer)
     numbers, wanted = _NUMBER.findall(said), _NUMBER.findall(answer)

@@ -93,7 +93,8 @@ def test_countdown_accepts_any_right_expression_and_no_number_twice():
         )
         cheat = world.step(f"<answer>{target}</answer>")
         assert cheat[1:3] == (0.0, False) and "other numbers" in cheat[0]
-        assert world.step(f"<answer>{solution} = {target}</answer>")[1:3] == (1.0, True)
+        closing = "</answer>" if seed % 2 else ""  # its stop string may be no part of the text
+        assert world.step(f"So <answer>{solution} = {target}{closing}")[1:3] == (1.0, True)
 
 
 def test_the_text_game_is_won_by_calls_and_pays_1_in_all():
@@ -170,6 +171,7 @@ def test_answers_by_number(text, right):
 
 def test_answers_by_words():
     assert same_answer("<answer>The Eiffel tower.</answer>", "eiffel Tower", "text")
+    assert same_answer("It is <answer>The Eiffel tower.", "eiffel Tower", "text")
     assert not same_answer("Eiffel", "eiffel tower", "text")
 
 

@@ -120,5 +120,5 @@ def test_the_samples_of_an_evaluation_are_shown_without_their_end_marks(ends_in_
 def test_an_answer_keeps_its_stop_string_where_the_config_says_so():
     keys = "actor_infer.generating_args.stop_strings=[a]", "validation.generating_args.stop_strings=[b,a]"
     shown = "actor_infer.generating_args.include_stop_str_in_output=true"
-    for given, expected in ((keys, ("a", "b")), ((*keys, shown), ("b", "a")), ((keys[0], shown), ())):
+    for given, expected in ((keys, ("a", "b")), ((*keys, shown), ("b",)), ((keys[0], shown), ())):
         assert unshown_stops(load("configs/rlvr_config_async_cpu.yaml", given, "rlvr")) == expected

@@ -126,6 +126,16 @@ def test_a_chosen_format_may_hold_a_box():
     assert final_answer("#### $\\boxed{5}$", "hashes") == "5"
 
 
+def test_a_tag_that_its_stop_string_closed_is_read_to_the_end_of_its_line():
+    for form in ("auto", "tag"):
+        assert final_answer("The answer is 3.\nNo: <answer>4", form) == "4"
+        assert final_answer("<answer>4</answer>, in <answer> tags", form) == "4"
+        assert final_answer("<answer>\nso \\boxed{4}\n", form) == "4"
+    assert (
+        final_answer("It stands in <answer> tags.\nThe answer is 4") == "4" and final_answer("<answer>", "tag") is None
+    )
+
+
 @pytest.mark.parametrize(("num_parts", "answer"), [(1, "4"), (2, "3, 4"), (3, "2, 3, 4"), (9, "1, 2, 3, 4")])
 def test_as_many_boxes_are_joined_as_the_reference_has_parts(num_parts, answer):
     text = "a = \\boxed{1}; b = \\boxed{2}; c = \\boxed{3}; d = \\boxed{4}"
