@@ -42,7 +42,8 @@ def _solvable_map(options: FrozenLakeOptions, seed: int) -> list[str]:
         if is_valid(board, options.size):
             return ["".join(row) for row in board]
     raise ValueError(
-        f"none of {MOST_TRIES} maps with frozen_share {share:g} has a path to the goal; raise frozen_share"
+        f"a map with frozen_share {share:g} and a path to the goal: none was found in {MOST_TRIES} tries; raise "
+        "frozen_share"
     )
 
 
