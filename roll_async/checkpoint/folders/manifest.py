@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -105,27 +106,43 @@ def sync_tree(folder: Path) -> None:
 
 @contextmanager
 def replaced(target: Path) -> Iterator[Path]:
-    """An empty folder to write what then has the name of `target`; after an error it is removed."""
-    target = target.resolve()  # of a link: on its disk
-    temporary = target.with_name(f"{target.name}.tmp")
+    """An empty folder to write what then has the name of `target`; after an error of the writer it is removed."""
+    goal = target.resolve()
+    # Of a link: on its disk, unless nothing can be made beside what it leads to.
+    beside = goal if not goal.exists() or os.access(goal.parent, os.W_OK) else target
+    temporary = beside.with_name(f"{beside.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
         yield temporary
-        put_in_place(temporary, target)
-    finally:
+    except BaseException:  # an interrupt as well
         shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    put_in_place(temporary, goal)
 
 
 def put_in_place(complete: Path, target: Path) -> None:
     """Rename a folder when it is on disk. What has the name is moved away, and removed last: wherever the process is
-    killed, the name stands for one of the two as a whole, or for none.
+    killed, the name stands for one of the two as a whole, or for none. What cannot be moved away is emptied and filled.
+    After an error, which names it, `complete` is still there.
     """
-    former = target.with_name(f"{target.name}.old")
     sync_tree(complete)
-    shutil.rmtree(former, ignore_errors=True)
-    if target.exists():
-        os.rename(target, former)
-    os.rename(complete, target)
+    formers, former = f".{target.name}.former-", None  # `target.old` would be a name that users give
+    try:
+        if target.exists():
+            former = Path(tempfile.mkdtemp(prefix=formers, dir=target.parent), target.name)
+            os.rename(target, former)
+        os.rename(complete, target)
+    except OSError:
+        if not target.exists():
+            if former is not None:
+                os.rename(former, target)
+            raise
+        # A mount point, or in a folder that takes no new names.
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(complete, target, dirs_exist_ok=True)
+        sync_tree(target)
+        shutil.rmtree(complete)
     sync(target.parent)
-    shutil.rmtree(former, ignore_errors=True)
+    for path in [path for path in target.parent.iterdir() if path.name.startswith(formers)]:
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,6 +1,7 @@
 """Checkpoints of a run: nothing has its final name before all of it is there, and the loop goes on meanwhile."""
 
 import asyncio
+import errno
 import itertools
 import json
 import os
@@ -277,6 +278,52 @@ def test_a_folder_written_anew_is_whole_or_absent_wherever_its_writer_ends(tmp_p
     assert [path.name for path in tmp_path.glob("hf/*")] == left
     write("next")
     assert names(tmp_path) == ["hf"] and names(tmp_path / "hf") == ["next"]
+
+
+def test_a_folder_written_anew_leaves_the_copies_that_a_user_made_of_the_former_one(tmp_path):
+    for name in ("first", "second"):
+        with replaced(tmp_path / "hf") as folder:
+            (folder / name).touch()
+        shutil.copytree(tmp_path / "hf", tmp_path / "hf.old", dirs_exist_ok=True)
+    assert names(tmp_path / "hf.old") == ["first", "second"]
+
+
+@pytest.mark.parametrize("closed", [False, True])  # the folder around it: nothing can be made there
+def test_a_folder_that_cannot_be_renamed_is_emptied_and_filled(tmp_path, monkeypatch, closed):
+    goal, link = tmp_path / "disk" / "model", tmp_path / "run" / "hf"
+    for folder in (goal, link.parent):
+        folder.mkdir(parents=True)
+    (goal / "former").touch()
+    link.symlink_to(goal)
+    rename = os.rename
+
+    def of_a_mount_point(source, target):
+        if source == goal:
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", of_a_mount_point)
+    monkeypatch.setattr(os, "access", lambda path, mode: not closed)
+    with replaced(link) as folder:
+        (folder / "new").touch()
+        assert folder.parent == (link if closed else goal).parent
+    assert names(link) == ["new"] and names(link.parent) == ["hf"] and names(goal.parent) == ["model"]
+
+
+def test_of_a_folder_that_cannot_get_its_name_the_former_keeps_it_and_an_error_names_the_new_one(tmp_path, monkeypatch):
+    (tmp_path / "hf" / "former").mkdir(parents=True)
+    rename = os.rename
+
+    def of_a_failing_disk(source, target):
+        if source == tmp_path / "hf.tmp":
+            raise OSError(errno.EIO, "Input/output error", str(source), None, str(target))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", of_a_failing_disk)
+    with pytest.raises(OSError, match=r"Input/output error: .*hf\.tmp' -> .*hf'"):
+        with replaced(tmp_path / "hf") as folder:
+            (folder / "new").touch()
+    assert names(tmp_path / "hf") == ["former"] and names(tmp_path / "hf.tmp") == ["new"]
 
 
 @pytest.mark.parametrize(
