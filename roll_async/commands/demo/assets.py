@@ -21,6 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from roll_async.checkpoint.folders.manifest import replaced
 from roll_async.commands.demo.addition import ALPHABET, Problem, problems
 from roll_async.config.processor import multiplies_bf16
 from roll_async.observe.disk import cannot
@@ -216,29 +217,25 @@ def wanted(args: argparse.Namespace) -> dict[str, object]:
 def make(args: argparse.Namespace, made: dict[str, object]) -> None:
     """The folder, whole or not at all."""
     started, output = time.time(), Path(args.output)
-    temporary = output.with_name(output.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
     print(f"making demo assets in {output}", flush=True)
-    num_train = SMALL_NUM_TRAIN if args.small else NUM_TRAIN
-    everything = problems(num_train + NUM_VALIDATION + NUM_TEST, seed=7, heavy_tail=args.heavy_tail)
-    write_rows(temporary / "train.jsonl", everything[:num_train])
-    write_rows(temporary / "validation.jsonl", everything[num_train : num_train + NUM_VALIDATION])
-    write_rows(temporary / "test.jsonl", everything[num_train + NUM_VALIDATION :])
-    given = {"": everything[: min(num_train, 2_000)], "_validation": everything[num_train : num_train + 128]}
-    write_given_rows(temporary, given)
-    source, model = temporary / "random", temporary / "model"
-    make_model(source, args.size)
-    make_tokenizer(source)
-    steps = int(str(made["warm_start_steps"]))
-    rate, dtype = warm_rate(args.size), warm_dtype(args.size)
-    loss = warm_start(source, model, steps, rate, dtype, heavy_tail=args.heavy_tail)
-    shutil.rmtree(source)
-    if args.deeper > 1:
-        deepen(model, args.deeper)
-    (temporary / "manifest.json").write_text(json.dumps({**made, "warm_start_loss": loss}))
-    shutil.rmtree(output, ignore_errors=True)
-    temporary.rename(output)
+    with replaced(output) as temporary:
+        num_train = SMALL_NUM_TRAIN if args.small else NUM_TRAIN
+        everything = problems(num_train + NUM_VALIDATION + NUM_TEST, seed=7, heavy_tail=args.heavy_tail)
+        write_rows(temporary / "train.jsonl", everything[:num_train])
+        write_rows(temporary / "validation.jsonl", everything[num_train : num_train + NUM_VALIDATION])
+        write_rows(temporary / "test.jsonl", everything[num_train + NUM_VALIDATION :])
+        given = {"": everything[: min(num_train, 2_000)], "_validation": everything[num_train : num_train + 128]}
+        write_given_rows(temporary, given)
+        source, model = temporary / "random", temporary / "model"
+        make_model(source, args.size)
+        make_tokenizer(source)
+        steps = int(str(made["warm_start_steps"]))
+        rate, dtype = warm_rate(args.size), warm_dtype(args.size)
+        loss = warm_start(source, model, steps, rate, dtype, heavy_tail=args.heavy_tail)
+        shutil.rmtree(source)
+        if args.deeper > 1:
+            deepen(model, args.deeper)
+        (temporary / "manifest.json").write_text(json.dumps({**made, "warm_start_loss": loss}))
     print(f"done in {time.time() - started:.0f} s")
 
 
