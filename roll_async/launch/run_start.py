@@ -121,7 +121,7 @@ def go_back(config: RunConfig, folder: RunFolder, step: int) -> bool:
     later = left_behind(checkpoints.saved(), checkpoints.run_id, step)
     dumps = [file for file in _dumps(config) if int(file.stem.removeprefix("step_")) > step]
     kept = folder.path / SAMPLES
-    if not later and not dumps and folder.last_step <= step:
+    if not later and not dumps and max(folder.last_step, folder.record.exported_step) <= step:
         return False
     into = next_abandoned(folder.path, f"_after_step_{step}")
     inside = folder.path.resolve() in checkpoints.folder.resolve().parents

@@ -137,13 +137,13 @@ class RunFolder:
         for name in ("metrics.jsonl", "config.yaml", "run.json"):
             if (self.path / name).is_file():
                 shutil.copy2(self.path / name, into / name)  # a copy: the run goes on with what these say until `step`
-        self.truncate_metrics(step)
         later = self.record is not None and not 0 < self.record.exported_step <= step
         for name in ("reward.png", "tensorboard", *(["hf", "hf_adapter"] if later else [])):
             if (self.path / name).exists():
                 (self.path / name).rename(into / name)
         if later:
             self.update_record(exported_step=0)
+        self.truncate_metrics(step)  # last: a start after a kill goes back again as long as they say more
 
     def truncate_metrics(self, last_step: int) -> None:
         """Remove the lines of later steps."""

@@ -9,6 +9,8 @@ import sys
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partialmethod
+from pathlib import Path
 
 import pytest
 
@@ -116,6 +118,32 @@ def test_going_back_sets_checkpoints_metrics_dumps_ledger_and_picture_of_later_s
     assert checkpoints_of(config, folder.record).steps() == [2]
     assert (folder.record.run_id, folder.record.tracker_run) == (before.run_id, f"{before.run_id}-1")
     assert not go_back(config, folder, 2), "the second time there is nothing left"
+
+
+@pytest.mark.parametrize("killed_at", ["reward.png", "hf", "hf_adapter", "metrics.partial"])
+def test_a_run_that_is_killed_while_it_goes_back_leaves_nothing_of_later_steps_at_the_next_start(
+    tmp_path, monkeypatch, killed_at
+):
+    folder = trained(config_in(tmp_path), 6, [2, 6])
+    for name in ("hf", "hf_adapter"):
+        (folder.path / name).mkdir()
+    folder.update_record(exported_step=6)
+    back = config_in(tmp_path, resume=str(tmp_path / "a/checkpoints/step_00000002"))
+
+    def until_the_kill(path, target, move):
+        if path.name == killed_at:
+            raise KeyboardInterrupt
+        return move(path, target)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        for kind in ("rename", "replace"):
+            patched.setattr(Path, kind, partialmethod(until_the_kill, move=getattr(Path, kind)))
+        go_back(back, open_run(back)[1], 2)
+    folder = open_run(back)[1]
+    assert go_back(back, folder, 2) and folder.record.exported_step == 0 and folder.last_step == 2
+    assert [path.name for path in folder.path.iterdir() if path.name in ("reward.png", "hf", "hf_adapter")] == []
+    folder.update_record(exported_step=6)
+    assert go_back(back, folder, 2), "a model of a later step is enough"
 
 
 def test_a_checkpoint_that_was_set_aside_can_be_gone_on_from_although_its_folder_moves(tmp_path):
