@@ -129,6 +129,8 @@ CASES = {
     "no run": "is no folder: give the folder of a run",
     "no model": "has no hf/, which a run writes when it ends (this one: interrupted); or go on with it: roll-async run",
     "cut off": "lacks weights: its export was cut off",
+    "damaged": "/run/hf/tokenizer_config.json is no JSON object; ",
+    "damaged index": "model.safetensors.index.json is no JSON object; ",
     "no adapter": "has no hf_adapter/: only runs with lora_rank write one",
     "bad name": "Cannot have -- or .. in repo_id: 'me/a--b'",
     "not logged in": "not logged in: run `hf auth login`, or set HF_TOKEN",
@@ -154,6 +156,10 @@ def test_what_cannot_be_published_is_one_line_and_exit_code_2(case, run, hub, tm
             write_record(run, RunRecord(command=("roll-async", "run", "--config", "mine"), state="interrupted"))
         case "cut off":
             (run / "hf/model.safetensors").unlink()
+        case "damaged":
+            (run / "hf/tokenizer_config.json").write_text("[1]")
+        case "damaged index":
+            (run / "hf/model.safetensors.index.json").write_text('{"weight_map": ')
         case "no adapter":
             words = ["--adapter"]
         case "bad name":

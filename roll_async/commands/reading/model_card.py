@@ -163,7 +163,7 @@ def _front(folder: Path, run: RunReader, base: str | None, adapter: bool) -> Mod
         base_model=base,
         datasets=list(dict.fromkeys(data)) or None,
         library_name="peft" if adapter else "transformers",
-        pipeline_tag="image-text-to-text" if "vision_config" in _json(folder / "config.json") else "text-generation",
+        pipeline_tag="image-text-to-text" if "vision_config" in json_of(folder / "config.json") else "text-generation",
         tags=[str(tag) for tag in [*tags, "lora" if config.get("actor_train.model_args.lora_rank") else None] if tag],
         **more,
     )
@@ -224,8 +224,8 @@ def _use(folder: Path, run: RunReader, repo: str, revision: str | None, base: st
     """Commands that load the model. `base`: of an adapter."""
     where = f'"{repo}"' + (f', revision="{revision}"' if revision else "")
     at = f" --revision {shlex.quote(revision)}" if revision else ""
-    chat = (folder / "chat_template.jinja").is_file() or "chat_template" in _json(folder / "tokenizer_config.json")
-    sees = "vision_config" in _json(folder / "config.json")
+    chat = (folder / "chat_template.jinja").is_file() or "chat_template" in json_of(folder / "tokenizer_config.json")
+    sees = "vision_config" in json_of(folder / "config.json")
     reader, reads = ("processor", "AutoProcessor") if sees else ("tokenizer", "AutoTokenizer")
     parts = '[{"type": "image", "path": "..."}, {"type": "text", "text": "..."}]' if sees else '"..."'
     asks = (
@@ -240,7 +240,7 @@ def _use(folder: Path, run: RunReader, repo: str, revision: str | None, base: st
         imports = f"from transformers import {kind}, {reads}"
     tokens = run.config.get("response_length") or 512
     of_tokenizer = f'"{base}"' if base and not (folder / "tokenizer_config.json").is_file() else where
-    name, rank = repo.rpartition("/")[2], int(str(_json(folder / "adapter_config.json").get("r", 0)))
+    name, rank = repo.rpartition("/")[2], int(str(json_of(folder / "adapter_config.json").get("r", 0)))
     limit = next((limit for limit in _LORA_RANKS if limit >= rank), rank)
     serve = (
         f"vllm serve {base} --enable-lora --max-lora-rank {limit} --lora-modules {name}={repo}"
@@ -311,5 +311,14 @@ def _fenced(name: str, text: str) -> str:
     return f"{name}:\n\n{fence}text\n{shown}\n{fence}"
 
 
-def _json(path: Path) -> dict[str, object]:
-    return json.loads(path.read_text()) if path.is_file() else {}
+def json_of(path: Path) -> dict[str, object]:
+    """What a file of a model says; nothing where there is none. Raises ValueError for one that is damaged."""
+    if not path.is_file():
+        return {}
+    try:
+        values = json.loads(path.read_text("utf-8"))
+    except ValueError:
+        values = None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} is no JSON object; restore it, or make the model again with roll-async convert")
+    return values

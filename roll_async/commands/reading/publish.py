@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import click
 
 from roll_async.commands.command_line import EXIT_FINISHED, EXIT_INTERRUPTED, HELP, POSITIVE, bad_usage, print_pairs
-from roll_async.commands.reading.model_card import MARK, base_of, run_id, write_card
+from roll_async.commands.reading.model_card import MARK, base_of, json_of, run_id, write_card
 from roll_async.observe.reading.run_reader import RunReader
 from roll_async.observe.run_record import read_record
 
@@ -121,6 +121,7 @@ def _model_of(run: RunReader, name: str) -> tuple[Path, int]:
     file = "adapter_config.json" if name == "hf_adapter" else "config.json"
     record, about = read_record(run.path), run.about()
     if (run.path / name / file).is_file():
+        json_of(run.path / name / "model.safetensors.index.json")  # which is_complete reads
         if name == "hf" and not is_complete(str(run.path / name)):
             raise ValueError(
                 f"{run.path / name} lacks weights: its export was cut off, or goes on; see `roll-async status`"
@@ -154,12 +155,12 @@ def _copy(model: Path, target: Path, base: str | None, *, link: bool) -> None:
         return shutil.copy2(source, copy)
 
     shutil.copytree(model, target, copy_function=place)
-    for path in target.glob("*config.json"):
-        values = json.loads(path.read_text())
+    for path in model.glob("*config.json"):
+        values = json_of(path)
         local = [key for key in _NAMES if str(values.get(key, "")).startswith(("/", ".", "~"))]
         if local or (base and "base_model_name_or_path" in values):
             values |= dict.fromkeys([*local, *(key for key in _NAMES[2:] if key in values)], base)
-            path.write_text(json.dumps(values, indent=2) + "\n")
+            (target / path.name).write_text(json.dumps(values, indent=2) + "\n")
 
 
 def _named(api: HfApi, repo: str) -> str:
