@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import sys
+import os
+import shlex
 from pathlib import Path
 
 import click
 
-from roll_async.commands.command_line import EXIT_FINISHED, EXIT_USAGE, HELP, print_rows
+from roll_async.commands.command_line import EXIT_FINISHED, HELP, bad_usage, print_rows
 from roll_async.observe.run_folder import RunFolder
 from roll_async.observe.run_record import read_record, state_of
 
@@ -26,12 +27,15 @@ def command(folder: Path) -> int:
     Example:
       roll-async runs output
 
-    Exit codes: 0 listed, 2 no such folder.
+    Exit codes: 0 listed, 2 no such folder, or a run itself.
     """
     if not folder.is_dir():
-        print(f"roll-async runs: {folder} is no folder; name the output_dir of your runs", file=sys.stderr)
-        return EXIT_USAGE
-    print_rows(_COLUMNS, [_row(path) for path in sorted(folder.iterdir()) if _is_run(path)])
+        return bad_usage("runs", ValueError(f"{folder} is no folder; name the output_dir of your runs"))
+    found = [path for path in sorted(folder.iterdir()) if _is_run(path)]
+    if not found and _is_run(folder):
+        parent = shlex.quote(os.path.abspath(folder / ".."))
+        return bad_usage("runs", ValueError(f"{folder} is a run: `roll-async runs {parent}` lists it"))
+    print_rows(_COLUMNS, [_row(path) for path in found])
     return EXIT_FINISHED
 
 

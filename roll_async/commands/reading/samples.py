@@ -14,12 +14,12 @@ from roll_async.observe.reading.sample_index import SampleFilter
 
 @click.command(context_settings=HELP)
 @click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
-@click.option("--best", "order", flag_value="best", help="Highest score first.")
-@click.option("--worst", "order", flag_value="worst", help="Lowest score first.")
+@click.option("--best", is_flag=True, help="Highest score first.")
+@click.option("--worst", is_flag=True, help="Lowest score first.")
 @click.option("--step", type=click.IntRange(min=0), help="Of this step only.")
 @click.option("--domain", help="Of this domain only.")
 @click.option("-n", "count", metavar="K", type=click.IntRange(min=1), default=5, help="How many; default 5.")
-def command(run: Path, order: str | None, step: int | None, domain: str | None, count: int) -> int:
+def command(run: Path, best: bool, worst: bool, step: int | None, domain: str | None, count: int) -> int:
     """Answers of a run, the newest first: prompt, answer, score, weight version.
 
     Control characters in them are printed as escapes.
@@ -30,8 +30,11 @@ def command(run: Path, order: str | None, step: int | None, domain: str | None, 
 
     Exit codes: 0 told, 2 no run, or no sample that fits.
     """
-    asked = SampleFilter(domain=domain, first_step=step, last_step=step, order=order or "newest")
+    order = "best" if best else "worst" if worst else "newest"
+    asked = SampleFilter(domain=domain, first_step=step, last_step=step, order=order)
     try:
+        if best and worst:
+            raise ValueError("--best and --worst: give one of them")
         index = RunReader(run).samples
         index.refresh()
         _, entries = index.page(asked, limit=count)

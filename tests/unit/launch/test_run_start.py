@@ -327,6 +327,8 @@ def test_runs_lists_every_run_with_its_state(tmp_path, capsys):
     ]
     assert "metrics.jsonl:2 is damaged (" in rows[3][-1]
     assert runs.command.main([str(tmp_path / "none")], standalone_mode=False) == 2
+    assert runs.command.main([str(tmp_path / "a")], standalone_mode=False) == 2
+    assert f"a is a run: `roll-async runs {tmp_path}` lists it" in capsys.readouterr().err
 
 
 def test_the_command_that_continues_is_the_one_that_was_typed(tmp_path):

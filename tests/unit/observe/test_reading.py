@@ -343,6 +343,8 @@ def test_of_a_wrong_folder_the_one_is_told_that_has_runs(given, once, tmp_path, 
 def test_no_sample_that_fits_and_no_step_in_common_are_one_line(run, tmp_path, capsys):
     assert main(["samples", str(run), "--domain", "none"]) == 2
     assert "no sample fits; it has those of addition, tools, steps 1 to 20" in capsys.readouterr().err
+    assert main(["samples", str(run), "--best", "--worst"]) == 2
+    assert "--best and --worst: give one of them" in capsys.readouterr().err
     assert main(["compare", str(run), str(write_run(tmp_path, "none", steps=0))]) == 2
     assert "have no step in common" in capsys.readouterr().err
 
