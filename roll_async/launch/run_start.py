@@ -13,7 +13,6 @@ Nothing is read or written before the folder is locked.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import shlex
@@ -47,7 +46,6 @@ C = TypeVar("C", bound=RunConfig)
 
 # SQLite's files beside the database: what was committed last may be in the log alone.
 _LEDGER_FILES = ("", "-wal", "-shm")
-_NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def lock_run(config: RunConfig, held: ExitStack) -> None:
@@ -61,8 +59,7 @@ def lock_run(config: RunConfig, held: ExitStack) -> None:
             held.callback(FolderLock(name, key).close)
         except (ValueError, Unwritable) as error:
             # Of what a link leads to the folder may be the user's, and not the place where its lock would be.
-            fault = error.__cause__
-            if name in own or not isinstance(fault, OSError) or fault.errno not in _NOT_OURS:
+            if name in own or error.__cause__ is None:  # None: another process has it
                 raise
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from roll_async.observe.disk import writing
@@ -97,12 +98,8 @@ def _steps(metrics: Sequence[Metrics]) -> str:
     """The number of steps, and their seconds in all processes of the run: `time_s` begins anew in each, whose first
     step tells of its start.
     """
-    following = [*metrics[1:], {"start/total_s": 0.0}]
-    ends = [
-        m["time_s"]
-        for m, after in zip(metrics, following, strict=True)
-        if "start/total_s" in after or after["time_s"] < m["time_s"]
-    ]
+    rows = [*metrics, {"start/total_s": 0.0}]
+    ends = [m["time_s"] for m, after in pairwise(rows) if "start/total_s" in after or after["time_s"] < m["time_s"]]
     return f"{metrics[-1]['step']:.0f} in {sum(ends):.0f} s"
 
 

@@ -313,12 +313,7 @@ def _fenced(name: str, text: str) -> str:
 
 def json_of(path: Path) -> dict[str, object]:
     """What a file of a model says; nothing where there is none. Raises ValueError for one that is damaged."""
-    if not path.is_file():
-        return {}
-    try:
-        values = json.loads(path.read_text("utf-8"))
-    except ValueError:
-        values = None
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} is no JSON object; restore it, or make the model again with roll-async convert")
-    return values
+    with suppress(ValueError):
+        if isinstance(values := json.loads(path.read_text("utf-8")) if path.is_file() else {}, dict):
+            return values
+    raise ValueError(f"{path} is no JSON object; restore it, or make the model again with roll-async convert")
