@@ -89,6 +89,8 @@ def _json(text: str) -> object:
             found = json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(f"the reference looks like JSON and is not: {error}") from error
+        except ValueError as error:
+            raise ValueError("the reference has an integer of over 4300 digits: compare it in an assert") from error
         return _json(found.strip()) if isinstance(found, str) else found
     if text.startswith("eJ"):  # base64 of a zlib stream
         try:

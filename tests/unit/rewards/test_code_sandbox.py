@@ -298,6 +298,7 @@ def test_values_are_compared_as_values():
     assert (
         not same_value(True, 1) and not same_value(1, True) and not same_value("1", 1) and not same_value([1], [1, 2])
     )
+    assert same_value(10**400, 10**400) and not same_value(10**400, 1.5) and not same_value([1.5], [10**400])
 
 
 @pytest.mark.parametrize(
@@ -306,6 +307,10 @@ def test_values_are_compared_as_values():
         ("", "no test cases"),
         ("42", "no test cases"),
         ("{bad", "looks like JSON"),
+        (
+            f'{{"inputs": [[1]], "outputs": [{"9" * 5000}], "fn_name": "f"}}',
+            "over 4300 digits: compare it in an assert",
+        ),
         ('{"inputs": [1], "outputs": []}', "1 inputs and 0 outputs"),
         ('{"something": 1}', "need inputs and outputs"),
         ('[{"input": "1"}]', "input and output"),
