@@ -40,7 +40,7 @@ class RunCheckpoints:
         """An empty folder to write the checkpoint of a step into. Incomplete folders of killed runs are removed."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for old in self.folder.glob("step_*.tmp"):
-            shutil.rmtree(old)
+            old.unlink() if old.is_symlink() else shutil.rmtree(old)  # moved to another disk, it is a link
         staging = self._staging(step)
         staging.mkdir()
         return staging
@@ -118,8 +118,9 @@ class RunCheckpoints:
         """Remove the oldest of this run beyond max_to_keep."""
         for step in beyond(self.saved(), self.run_id, self.max_to_keep):
             # Renamed before, so that a kill leaves no half of one under its final name.
-            os.rename(self.folder_of(step), self._staging(step))
-            shutil.rmtree(self._staging(step))
+            old = self._staging(step)
+            os.rename(self.folder_of(step), old)
+            old.unlink() if old.is_symlink() else shutil.rmtree(old)
 
 
 def run_of(checkpoint: Path) -> str | None:

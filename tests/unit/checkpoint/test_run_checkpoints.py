@@ -258,6 +258,20 @@ def test_a_checkpoint_that_is_half_removed_is_none_and_goes_with_the_next_save(t
     assert names(tmp_path) == ["step_00000003", "step_00000004.tmp"]
 
 
+def test_of_a_checkpoint_that_is_a_link_the_link_is_pruned_also_after_a_kill(tmp_path):
+    checkpoints = RunCheckpoints(folder=tmp_path / "kept", max_to_keep=1)
+    for name in ("step_00000001", "step_00000007.tmp"):
+        (tmp_path / "disk" / name).mkdir(parents=True)
+        (tmp_path / "kept").mkdir(exist_ok=True)
+        (tmp_path / "kept" / name).symlink_to(tmp_path / "disk" / name)
+    for step in (8, 9):
+        checkpoints.begin(step)
+        checkpoints.commit(step, [])
+        checkpoints.prune()
+    assert names(tmp_path / "kept") == ["step_00000009"]
+    assert names(tmp_path / "disk") == ["step_00000001", "step_00000007.tmp"]
+
+
 @pytest.mark.parametrize(("ends_at", "left"), [(0, ["former"]), (1, []), (2, ["new"])])
 def test_a_folder_written_anew_is_whole_or_absent_wherever_its_writer_ends(tmp_path, monkeypatch, ends_at, left):
     def write(name):
