@@ -56,7 +56,7 @@ def test_the_loop_is_two_files_from_the_start_script_a_weight_push_three_and_the
 
 
 LIMITS = {
-    "lines": 75_400,
+    "lines": 75_540,
     "classes": 843,
     "dataclasses": 388,
     "protocols": 65,
