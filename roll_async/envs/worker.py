@@ -33,14 +33,13 @@ class Worlds:
         self._worlds: dict[int, World] = {}
         self._closed: set[int] = set()
         self._busy: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
-        """By world, which does one thing at a time: a close waits a little for the step of a cancelled trajectory, not
-        for ever, as the step may itself wait for the close. Of a reset that makes the world it waits for the end.
-        """
+        """By world, which does one thing at a time: a close waits for the step of a cancelled trajectory."""
 
     def handle(self, line: bytes) -> None:
         """Execute one request and return its answer."""
         request = json.loads(line)
         busy = self._busy[request["world"]]
+        # A step may itself wait for the close: without a limit only the making of the world is waited for.
         made = request["op"] == "close" and request["world"] in self._worlds
         held = busy.acquire(timeout=_STEP_ENDS_S if made else -1)
         try:

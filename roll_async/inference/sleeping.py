@@ -79,11 +79,7 @@ class SleepRules:
         unknown = sorted(set(tags) - set(WAKE_TAGS))
         if unknown or not tags:
             raise ValueError(f"wake({list(tags)}): expected some of {', '.join(WAKE_TAGS)}")
-        asleep = {
-            SleepState.AWAKE: (),
-            SleepState.ASLEEP: WAKE_TAGS,
-            SleepState.WEIGHTS_AWAKE: (KV_CACHE,),
-        }[self.state]
+        asleep = {SleepState.AWAKE: (), SleepState.ASLEEP: WAKE_TAGS, SleepState.WEIGHTS_AWAKE: (KV_CACHE,)}[self.state]
         wanted = tuple(tag for tag in asleep if tag in tags)
         if wanted == (KV_CACHE,) and self.state is SleepState.ASLEEP:
             raise RuntimeError("wake(kv_cache) of a replica whose weights are asleep; wake weights first")

@@ -109,8 +109,7 @@ def program_of(text: str) -> str | None:
 
 def _blocks(text: str) -> Iterator[tuple[str, str, bool]]:
     """(mark, code, whether it is closed before the end) of each fenced block, by the rules of CommonMark, but for
-    fences that may be indented by any depth, as in a list, and tildes, which open one only with one word behind them:
-    else they underline.
+    fences at any depth, as in a list, and tildes, which open one only with one word behind them: else they underline.
     """
     opened, lines = None, []
     for line in _LINE_END.split(text):

@@ -5,14 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from roll_async.rewards.answers import (
-    Stated,
-    check_answer_format,
-    format_of,
-    joined_boxes,
-    split_parts,
-    stated_answer,
-)
+from roll_async.rewards.answers import Stated, check_answer_format, format_of, joined_boxes, split_parts, stated_answer
 from roll_async.rewards.maths.equality import NO_UNITS, same_value, without_unit
 from roll_async.rewards.maths.writing import plain, readings
 from roll_async.rewards.verdict import Verdict, no_answer

@@ -97,11 +97,8 @@ def _stated(text: str, choices: Mapping[str, str], form: str) -> frozenset[str]:
         return frozenset()
     lines = visible.strip().splitlines()
     last = lines[-1] if lines else ""
-    return (
-        _letters(last, choices)
-        if len(last) <= 40 and re.fullmatch(r"[\W_]*[A-Z][\W_]*(?:[.):].*)?", last)
-        else frozenset()
-    )
+    alone = len(last) <= 40 and re.fullmatch(r"[\W_]*[A-Z][\W_]*(?:[.):].*)?", last)
+    return _letters(last, choices) if alone else frozenset()
 
 
 def _letters(answer: str, choices: Mapping[str, str], reference: bool = False) -> frozenset[str]:

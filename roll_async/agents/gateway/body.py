@@ -9,14 +9,7 @@ import hashlib
 from dataclasses import dataclass, replace
 
 from roll_async.agents.gateway import anthropic, chat, responses
-from roll_async.agents.gateway.bounds import (
-    MAX_MESSAGES,
-    MAX_STOP_CHARACTERS,
-    MAX_STOPS,
-    MAX_TOOLS,
-    measure,
-    parsed,
-)
+from roll_async.agents.gateway.bounds import MAX_MESSAGES, MAX_STOP_CHARACTERS, MAX_STOPS, MAX_TOOLS, measure, parsed
 from roll_async.agents.gateway.fields import check
 from roll_async.agents.messages import TurnRequest
 from roll_async.agents.turn_handler import BadRequest

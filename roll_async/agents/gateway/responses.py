@@ -129,13 +129,7 @@ def _output(reply: TurnReply) -> list[dict[str, object]]:
     if reply.content or not reply.tool_calls:
         text = {"type": "output_text", "text": reply.content, "annotations": []}
         found.append(
-            {
-                "type": "message",
-                "id": f"msg_{reply.reply_id}",
-                "role": "assistant",
-                "status": status,
-                "content": [text],
-            }
+            {"type": "message", "id": f"msg_{reply.reply_id}", "role": "assistant", "status": status, "content": [text]}
         )
     for call in reply.tool_calls:
         found.append(

@@ -124,17 +124,7 @@ def _pytest(run: ProgramRun) -> dict[str, object]:
         def pytest_collectreport(self, report: pytest.CollectReport) -> None:
             counts["total"] += report.failed  # a file that cannot be collected is one failed test
 
-    options = [
-        "-q",
-        "--no-header",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:faulthandler",
-        "-c",
-        "pytest.ini",
-        "--rootdir=.",
-    ]
+    options = "-q --no-header -p no:cacheprovider -p no:faulthandler -c pytest.ini --rootdir=.".split()
     pytest.main([*options, "test_solution.py"], plugins=[Counter()])
     return dict(counts)
 

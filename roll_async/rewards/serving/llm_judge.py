@@ -84,11 +84,7 @@ class LlmJudge:
         """Raises ValueError for a key that is not set or an instruction that leaves out the response."""
         if "{response}" not in self._instruction:
             raise ValueError("judge.prompt must contain {response}")
-        self._http = open_session(
-            key="judge.api_key_env",
-            variable=self._config.api_key_env,
-            timeout_s=self._timeout_s,
-        )
+        self._http = open_session(key="judge.api_key_env", variable=self._config.api_key_env, timeout_s=self._timeout_s)
 
     async def close(self) -> None:
         """End what is under way."""

@@ -48,11 +48,7 @@ class ServiceClient:
         """Connect and have one known answer judged. Raises ValueError when the service is not there, refuses the token
         or judges wrongly: a run must not start on it.
         """
-        self._http = open_session(
-            key="service.token_env",
-            variable=self._config.token_env,
-            timeout_s=self._timeout_s,
-        )
+        self._http = open_session(key="service.token_env", variable=self._config.token_env, timeout_s=self._timeout_s)
         reward = await self._score(*_PROBE, {})
         if reward.status is not RewardStatus.OK or reward.score != 1.0:
             problem = reward.reason if reward.status is not RewardStatus.OK else f"it gives 1/2 = 0.5 {reward.score:g}"
