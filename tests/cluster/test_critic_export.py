@@ -1,5 +1,9 @@
 """A critic leaves a run as a model that transformers and the converter read."""
 
+import pickle
+import re
+import shutil
+
 import pytest
 
 pytest.importorskip("megatron.core")
@@ -9,6 +13,7 @@ import megatron_cases as cases
 import torch
 
 from roll_async.checkpoint.conversion import ConversionOptions, hf_to_megatron, megatron_to_hf
+from roll_async.checkpoint.folders.manifest import fingerprint, read_manifest, write_manifest
 from tests.rounding import assert_near
 
 STATE = 1.0
@@ -29,6 +34,17 @@ def values_of(folder, rows):
     return torch.where(rows.mask, values, 0)
 
 
+def forget_state_of_head(checkpoint):
+    index = checkpoint / "megatron" / ".metadata"
+    metadata = pickle.loads(index.read_bytes())
+    for key in [key for key in metadata.state_dict_metadata if re.match(r"optimizer\..*output_layer\.", key)]:
+        del metadata.state_dict_metadata[key]
+    index.write_bytes(pickle.dumps(metadata))
+    about = read_manifest(checkpoint)
+    files = {**about.pop("files"), "megatron/.metadata": fingerprint(index)}
+    write_manifest(checkpoint, files, {name: value for name, value in about.items() if name != "format"})
+
+
 LAYOUTS = [
     ("dense, tied", (1, {})),
     ("dense", (1, {"lora_rank": 4, "lora_alpha": 8.0})),
@@ -46,6 +62,11 @@ def test_a_trained_critic_is_read_as_a_reward_model_with_the_same_values(rank_po
     assert values.abs().max() > 1e-3, "an untrained head says zero"
     resumed = rank_pool.run(cases.critic_values, layout[0], settings=settings, folder=places["folder"])[0]
     assert torch.equal(resumed, values)
+    if "lora_rank" in layout[1]:  # before its head was trained a critic with adapters had no state of it
+        shutil.copytree(tmp_path / "step", tmp_path / "before")
+        forget_state_of_head(tmp_path / "before")
+        before = rank_pool.run(cases.critic_values, 1, settings=settings, folder=str(tmp_path / "before"))[0]
+        assert torch.equal(before, values)
     assert_near(values_of(tmp_path / "export", rows), values, cases.BOUNDS.forward, of=STATE)
     megatron_to_hf(tmp_path / "step", tmp_path / "converted", ConversionOptions())
     assert_near(values_of(tmp_path / "converted", rows), values, cases.BOUNDS.forward, of=STATE)

@@ -165,6 +165,11 @@ class RoleCheckpoint:
         if manifest["world_size"] != dist.get_world_size():
             content.pop("rng")
             logger.info("%s: saved by %d ranks; random generators start anew", path, manifest["world_size"])
+        if self._is_critic and self._lora:  # its head was frozen before 2026-11-29: without state, which begins at 0
+            known = dist_checkpointing.load_tensors_metadata(str(path / _MEGATRON))
+            for parts in content["optimizer"].values():
+                for name in [n for n, p in parts.items() if "output_layer." in p.key and p.key not in known]:
+                    del parts[name]
         try:
             loaded = dist_checkpointing.load(content, str(path / _MEGATRON))
         except CheckpointException as error:  # what the planners of the ranks raised
@@ -263,7 +268,7 @@ class RoleCheckpoint:
 
     def _restore_optimizer(self, tensors: dict, common: dict, steps: int) -> None:
         for number, state in enumerate(parameter_states(self._optimizer)):
-            state.restore(tensors[str(number)], steps)
+            state.restore(tensors.get(str(number), {}), steps)
         restore_steps(self._optimizer, steps)
         for scaler, saved in zip(self._scalers(), common["grad_scalers"], strict=False):
             scaler.load_state_dict(saved)

@@ -67,9 +67,10 @@ class ParameterState:
         return state[name] if name in state else torch.zeros_like(self.main, dtype=torch.float32)
 
     def restore(self, tensors: Mapping[str, Tensor], steps: int) -> None:
-        """Set this rank's part from whole tensors. `steps`: optimizer steps taken so far."""
+        """Set this rank's part from whole tensors; none = moments of 0. `steps`: optimizer steps taken so far."""
         if self.main is None:
             return
+        tensors = tensors or {name: torch.zeros(self.parameter.shape) for name in MOMENTS}
         part = {
             name: x.reshape(-1)[self.start : self.start + self.main.numel()].view(self.main.shape)
             for name, x in tensors.items()
