@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
 import os
 import shutil
 import sys
@@ -221,10 +222,11 @@ def step_record(line: str, where: str) -> dict[str, float]:
     """What a line of metrics.jsonl says of its step. Raises ValueError, one line, for a damaged one."""
     try:
         record = json.loads(line)
-        if not isinstance(record, dict) or not isinstance(record.get("step"), int | float):
+        step = record.get("step") if isinstance(record, dict) else None
+        if not isinstance(step, int | float) or not math.isfinite(step):
             raise ValueError("no record of a step")
         return record
-    except ValueError as error:
+    except (ValueError, OverflowError, RecursionError) as error:  # an integer beyond all floats; brackets without end
         raise ValueError(f"{where} is damaged ({error}); remove that line") from error
 
 

@@ -130,10 +130,11 @@ def test_an_index_with_a_damaged_page_answers_from_one_in_memory(run, tmp_path):
         again.close()
 
 
-LINES = ("[]", "3", "null", '{"reward/mean": 1.0}', '{"step": "7"}', '{"step": 21, "rew', "\0" * 64)
+LINES = ("[]", "3", "null", '{"reward/mean": 1.0}', '{"step": "7"}', '{"step": 21, "rew', "\0" * 64, "[" * 100_000)
+NO_STEPS = tuple(f'{{"step": {step}}}' for step in ("Infinity", "NaN", "1e999", "9" * 400))
 
 
-@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("line", LINES + NO_STEPS, ids=lambda line: line[:20])
 def test_a_line_of_metrics_that_is_no_record_of_a_step_is_named_each_time_by_all_who_read(line, run):
     reader = RunReader(run)
     assert len(reader.metrics) == 20
