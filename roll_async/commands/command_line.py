@@ -6,6 +6,7 @@ Results are plain lines in a pipe and tables on a terminal.
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -23,7 +24,7 @@ EXIT_CODES = "Exit codes: 0 finished, 2 bad usage or config, 3 a role failed, 4 
 HELP = {"help_option_names": ["-h", "--help"]}
 AS_TYPED = {**HELP, "ignore_unknown_options": True}
 """For commands whose arguments are KEY=VALUE and files, read by `config/`, whose errors name unknown keys."""
-_MADE = (RECORD, "results.json", "metrics.jsonl", "trajectories")
+_MADE = (RECORD, "results.json", "metrics.jsonl", "trajectories", "run.log")
 
 
 class Commands(click.Group):
@@ -100,11 +101,18 @@ def bad_usage(name: str, error: Exception) -> int:
 
 
 def output_of(given: Path | None, default: Path) -> Path:
-    """The folder that a command writes into: `given`, else `default` or the first unused name like it. Raises
-    ValueError where `given` has what another start made.
+    """The folder that a command writes into: `given`, else `default` or the first unused name like it, which is made.
+    Raises ValueError where `given` has what another start made.
     """
-    if given is None:
-        return unused(default) if default.exists() else default
+    while given is None:
+        path = unused(default) if os.path.lexists(default) else default
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:  # another start took it in between
+            continue
+        except OSError:  # told where the folder is used
+            pass
+        return path
     if made := [name for name in _MADE if (given / name).exists()]:
         raise ValueError(f"--output {given} has {made[0]} of another start: name another folder, or move that one away")
     return given

@@ -96,8 +96,8 @@ def _evaluate(arguments: _EvalArguments) -> int:
         raise ValueError(f"{arguments.target}: an address {message}; name a model folder or a checkpoint")
     model = None if arguments.is_address else _model_of(arguments.target)
     default = Path(config.output_dir) / "eval" / _name_of(arguments.target)
-    output = output_of(arguments.output, default).absolute()
     _require_inputs(config, model_is_used=arguments.is_address)
+    output = output_of(arguments.output, default).absolute()
     config = replace(config, output_dir=str(output.parent), exp_name=output.name)  # trajectories for people go there
     folder = RunFolder(str(output.parent), output.name)
     folder.open_log()

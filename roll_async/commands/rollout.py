@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,12 +59,14 @@ def _rollout(name: str, batches: int, output: Path | None, args: tuple[str, ...]
     path, overrides = resolve_config(["--config", name, *args], None)
     loaded = check_supported(path, overrides)
     given = with_secrets(loaded.generating, os.environ)
-    target = output_of(output, Path(given.output_dir) / "rollout" / given.exp_name).absolute()
-    config = for_rollout(given, target)
+    output = output and output_of(output, output)
+    config = for_rollout(given)
     require_inputs(loaded)
     config = resolve_names(config)
     require_models(loaded, config)
-    config = absolute_paths(config, Path.cwd())
+    # Last: it makes the folder, which a start that is refused must not leave.
+    target = (output or output_of(None, Path(given.output_dir) / "rollout" / given.exp_name)).absolute()
+    config = absolute_paths(replace(config, output_dir=str(target.parent), exp_name=target.name), Path.cwd())
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     folder = RunFolder(config.output_dir, config.exp_name)
     folder.open_log()

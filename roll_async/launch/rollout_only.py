@@ -32,12 +32,11 @@ SAMPLES = "samples"
 """Folder of the rows."""
 
 
-def for_rollout(config: PipelineConfig, output: Path) -> AgenticConfig:
-    """The config of a rollout into this folder. Raises ValueError for a config without worlds."""
+def for_rollout(config: PipelineConfig) -> AgenticConfig:
+    """The config of a rollout. Raises ValueError for a config without worlds."""
     if not isinstance(config, AgenticConfig):
         raise ValueError("pipeline rlvr has no worlds to run; rollout takes agentic configs, eval the others")
-    engine = loading_weights(config.actor_infer)
-    return replace(config, output_dir=str(output.parent), exp_name=output.name, actor_infer=engine)
+    return replace(config, actor_infer=loading_weights(config.actor_infer))
 
 
 async def rolled_batches(

@@ -93,7 +93,7 @@ def write_record(folder: Path, record: RunRecord) -> None:
 
 def unused(path: Path) -> Path:
     """The first of PATH.1, PATH.2, ... that does not exist."""
-    return next(p for n in itertools.count(1) if not (p := path.with_name(f"{path.name}.{n}")).exists())
+    return next(p for n in itertools.count(1) if not os.path.lexists(p := path.with_name(f"{path.name}.{n}")))
 
 
 def next_abandoned(folder: Path, label: str = "") -> Path:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from roll_async.cli import main
+from roll_async.commands.command_line import output_of
 from roll_async.config.api import load
 from roll_async.inference.endpoint import EndpointOptions
 from roll_async.launch.agents import validation_tasks
@@ -189,10 +190,22 @@ def test_a_second_measurement_has_a_folder_of_its_own_and_no_command_writes_amon
     assert [json.loads((folder / "results.json").read_text())["model"] for folder in (first, second)] == [None, None]
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").touch()
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "run.log").touch()
     for more in (typed, ["rollout", "--config", str(WORLDS)]):
-        for folder, name in ((first, "results.json"), (tmp_path / "run", "run.json")):
+        for folder, name in (
+            (first, "results.json"), (tmp_path / "run", "run.json"), (tmp_path / "begun", "run.log")
+        ):  # fmt: skip
             assert main([*more, "--output", str(folder)]) == 2
             assert f"--output {folder} has {name} of another start: " in capsys.readouterr().err
+
+
+def test_two_starts_at_one_moment_and_a_link_to_nowhere_have_folders_of_their_own(tmp_path):
+    default = tmp_path / "eval" / "model"
+    found = [output_of(None, default) for _ in range(2)]
+    default.with_name("model.2").symlink_to(tmp_path / "nowhere")
+    assert [*found, output_of(None, default)] == [default, *(default.with_name(f"model.{n}") for n in (1, 3))]
+    assert [output_of(path, default) for path in found] == found
 
 
 @pytest.mark.slow
