@@ -108,11 +108,10 @@ def output_of(given: Path | None, default: Path) -> Path:
         path = unused(default) if os.path.lexists(default) else default
         try:
             path.mkdir(parents=True)
-        except FileExistsError:  # another start took it in between
-            continue
-        except OSError:  # told where the folder is used
-            pass
-        return path
+        except OSError:
+            if os.path.lexists(path):  # another start took it in between
+                continue
+        return path  # also where none can be made there: told where it is used
     if made := [name for name in _MADE if (given / name).exists()]:
         raise ValueError(f"--output {given} has {made[0]} of another start: name another folder, or move that one away")
     return given
