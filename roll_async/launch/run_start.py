@@ -19,7 +19,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -54,6 +54,10 @@ def lock_run(config: RunConfig, held: ExitStack) -> None:
     """
     places = [(key, locked_names(path)) for key, path in (("exp_name", _folder(config)), *_outside(config))]
     own = {names[0] for _, names in places}
+    keys: dict[Path, str] = {}
+    for key, names in places:
+        if (other := keys.setdefault(names[-1], key)) != key:
+            raise ValueError(f"{key} {names[-1]}: {other} is the same place; choose another {key}")
     for name, key in {name: key for key, names in places for name in names}.items():
         try:
             held.callback(FolderLock(name, key).close)
@@ -193,11 +197,11 @@ def _move_former(config: RunConfig, former: RunRecord | None) -> tuple[Path, str
     for key, place in _outside(config):
         for suffix in _LEDGER_FILES if place == ledger else ("",):
             if (part := Path(f"{place}{suffix}")).exists():
-                part.rename(f"{place}.{number}{suffix}")
+                _move(part, Path(f"{place}.{number}{suffix}"))
                 changes.append(f"{key}={place}.{number}")
     changes = sorted(set(changes))  # the files of a ledger are one key
     if path.exists():
-        path.rename(moved)
+        _move(path, moved)
     else:
         moved.mkdir(parents=True)
     if former is None:
@@ -206,6 +210,15 @@ def _move_former(config: RunConfig, former: RunRecord | None) -> tuple[Path, str
     write_record(moved, former)
     again = how_to_continue(config, former, f"exp_name={moved.name}", *changes)
     return moved, f"the former run {former.run_id} is now {moved}; continue it with: {again}"
+
+
+def _move(place: Path, to: Path) -> None:
+    """Rename what a former run has. Of a link, what it leads to is no longer of this run: its lock is given back."""
+    goal = place.resolve()
+    place.rename(to)
+    if to.is_symlink():
+        with suppress(OSError):  # of others: there is no lock
+            goal.with_name(f".{goal.name}.lock").unlink()
 
 
 def _followed(source: Path | None, folder: Path, moved: Path | None) -> Path | None:

@@ -246,6 +246,32 @@ def test_a_run_is_locked_under_its_name_and_that_of_the_folder_which_it_is_a_lin
         lock_run(linked, held)
         open_run(linked)  # the link becomes link.1
         assert not (tmp_path / "link").is_symlink() and is_locked(tmp_path / "link")
+        assert not is_locked(tmp_path / "link.1")
+        lock_run(config_in(tmp_path, "exp_name=link.1", resume="latest"), held)  # the former run goes on beside it
+
+
+@pytest.mark.parametrize(
+    ("places", "message"),
+    [
+        (
+            {"checkpoint.output_dir": "a"},
+            "checkpoint.output_dir .*/a: exp_name is the same place; choose another check",
+        ),
+        (
+            {"checkpoint.output_dir": "c", "tracking.rollout_dump_dir": "./c"},
+            "rollout_dump_dir .*/c: checkpoint.output_",
+        ),
+        (
+            {"checkpoint.output_dir": "c", "tracking.rollout_dump_dir": "link"},
+            "rollout_dump_dir .*/c: checkpoint.output_",
+        ),
+    ],
+)
+def test_two_keys_of_one_place_are_refused_before_anything_is_locked(tmp_path, places, message):
+    (tmp_path / "link").symlink_to(tmp_path / "c")
+    with ExitStack() as held, pytest.raises(ValueError, match=message):
+        lock_run(config_in(tmp_path, *(f"{key}={tmp_path}/{name}" for key, name in places.items())), held)
+    assert [path.name for path in tmp_path.iterdir()] == ["link"]
 
 
 def test_a_link_to_a_folder_in_a_place_of_others_is_locked_under_its_own_name(tmp_path, monkeypatch):
