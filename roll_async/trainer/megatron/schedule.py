@@ -39,7 +39,7 @@ class Schedule:
 
     def restore(self, state: Mapping[str, float], training_step: int) -> None:
         """Go on after `training_step`, maybe with other batches or mini-batches. Checkpoints without a position counted
-        all optimizer steps: the actor is no further than the training step, and behind it after a critic_warmup.
+        all optimizer steps: the actor is no further than the training step, and behind it after a critic has warmed up.
         """
         now = self._settings.steps_per_training_step
         self.optimizer_steps = int(state["optimizer_steps"])
