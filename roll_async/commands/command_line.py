@@ -24,7 +24,7 @@ EXIT_CODES = "Exit codes: 0 finished, 2 bad usage or config, 3 a role failed, 4 
 HELP = {"help_option_names": ["-h", "--help"]}
 AS_TYPED = {**HELP, "ignore_unknown_options": True}
 """For commands whose arguments are KEY=VALUE and files, read by `config/`, whose errors name unknown keys."""
-_MADE = (RECORD, "results.json", "metrics.jsonl", "trajectories", "run.log")
+_MADE = (RECORD, "results.json", "metrics.jsonl", "trajectories")
 
 
 class Commands(click.Group):

@@ -33,6 +33,7 @@ from roll_async.observe.run_folder import RunFolder
 from roll_async.observe.run_record import (
     FolderLock,
     RunRecord,
+    is_locked,
     locked_names,
     next_abandoned,
     read_record,
@@ -63,7 +64,7 @@ def lock_run(config: RunConfig, held: ExitStack) -> None:
             held.callback(FolderLock(name, key).close)
         except (ValueError, Unwritable) as error:
             # Of what a link leads to the folder may be the user's, and not the place where its lock would be.
-            if name in own or error.__cause__ is None:  # None: another process has it
+            if name in own or error.__cause__ is None or is_locked(name):  # None: another process has it
                 raise
 
 
@@ -136,8 +137,8 @@ def go_back(config: RunConfig, folder: RunFolder, step: int) -> bool:
         if (part := Path(f"{ledger}{suffix}")).is_file():
             into.mkdir(parents=True, exist_ok=True)
             shutil.copy2(part, into / part.name)  # a copy: the run goes on with the ledger itself
+    folder.update_record(branch=folder.record.branch + 1)  # before the metrics end there, and there is nothing to do
     folder.leave_behind(step, into)
-    folder.update_record(branch=folder.record.branch + 1)
     logger.warning("the run goes back to step %d; what it made of later steps is in %s", step, into)
     return True
 
@@ -197,11 +198,11 @@ def _move_former(config: RunConfig, former: RunRecord | None) -> tuple[Path, str
     for key, place in _outside(config):
         for suffix in _LEDGER_FILES if place == ledger else ("",):
             if (part := Path(f"{place}{suffix}")).exists():
-                _move(part, Path(f"{place}.{number}{suffix}"))
+                _move(config, part, Path(f"{place}.{number}{suffix}"))
                 changes.append(f"{key}={place}.{number}")
     changes = sorted(set(changes))  # the files of a ledger are one key
     if path.exists():
-        _move(path, moved)
+        _move(config, path, moved)
     else:
         moved.mkdir(parents=True)
     if former is None:
@@ -212,11 +213,13 @@ def _move_former(config: RunConfig, former: RunRecord | None) -> tuple[Path, str
     return moved, f"the former run {former.run_id} is now {moved}; continue it with: {again}"
 
 
-def _move(place: Path, to: Path) -> None:
-    """Rename what a former run has. Of a link, what it leads to is no longer of this run: its lock is given back."""
+def _move(config: RunConfig, place: Path, to: Path) -> None:
+    """Rename what a former run has. Of a link, what it leads to is no longer of this run, unless it names a place in
+    there: its lock is given back.
+    """
     goal = place.resolve()
     place.rename(to)
-    if to.is_symlink():
+    if to.is_symlink() and not any(goal in path.resolve().parents for _, path in _outside(config)):
         with suppress(OSError):  # of others: there is no lock
             goal.with_name(f".{goal.name}.lock").unlink()
 

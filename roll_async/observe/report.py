@@ -99,8 +99,14 @@ def _steps(metrics: Sequence[Metrics]) -> str:
     step tells of its start.
     """
     rows = [*metrics, {"start/total_s": 0.0}]
-    ends = [m["time_s"] for m, after in pairwise(rows) if "start/total_s" in after or after["time_s"] < m["time_s"]]
-    return f"{metrics[-1]['step']:.0f} in {sum(ends):.0f} s"
+
+    def ends(m: Metrics, after: Metrics) -> bool:
+        if after.get("run/restarts", 0) > m.get("run/restarts", 0):
+            return False  # all roles started again, in one process
+        return "start/total_s" in after or after["time_s"] < m["time_s"]
+
+    seconds = sum(m["time_s"] for m, after in pairwise(rows) if ends(m, after))
+    return f"{metrics[-1]['step']:.0f} in {seconds:.0f} s"
 
 
 def _aligned(table: Sequence[tuple[str, str]]) -> str:

@@ -360,6 +360,19 @@ def test_a_step_that_was_skipped_is_none_of_adams_after_a_resume_either(start, t
     assert [other.update_policy(policy, step) for step in (3, 4)] == straight
 
 
+def test_a_parameter_without_state_in_a_checkpoint_begins_as_it_is_with_steps_of_the_learning_rate():
+    from roll_async.trainer.megatron.state.optimizer_state import ParameterState
+
+    parameter = torch.nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.bfloat16))
+    main = torch.zeros(2, requires_grad=True)
+    adam = torch.optim.Adam([main], lr=0.1)
+    ParameterState(parameter=parameter, main=main, optimizer=adam, start=0, group=None).restore({}, 2000)
+    for expected in ([0.9, 1.9], [0.8, 1.8]):
+        main.grad = torch.ones(2)
+        adam.step()
+        assert torch.allclose(main, torch.tensor(expected), atol=1e-3)
+
+
 OPTIMIZER_KEYS = (
     "learning_rate=0.002", "lr_scheduler_type=linear", "lr_scheduler_type=cosine", "warmup_steps=2", "weight_decay=0.1",
     "adam_beta1=0.5", "adam_beta2=0.9", "adam_epsilon=0.001", "max_grad_norm=0.01", "ppo_epochs=2",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -106,8 +107,12 @@ def sync_tree(folder: Path) -> None:
 
 @contextmanager
 def replaced(target: Path) -> Iterator[Path]:
-    """An empty folder to write what then has the name of `target`; after an error of the writer it is removed."""
+    """An empty folder to write what then has the name of `target`; after an error of the writer, or of the disk, it is
+    removed.
+    """
     goal = target.resolve()
+    if goal.exists() and not goal.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(goal))
     # Of a link: on its disk, unless nothing can be made beside what it leads to.
     beside = goal if not goal.exists() or os.access(goal.parent, os.W_OK) else target
     temporary = beside.with_name(f"{beside.name}.tmp")
@@ -115,6 +120,7 @@ def replaced(target: Path) -> Iterator[Path]:
     temporary.mkdir(parents=True)
     try:
         yield temporary
+        sync_tree(temporary)
     except BaseException:  # an interrupt as well
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -139,8 +145,11 @@ def put_in_place(complete: Path, target: Path) -> None:
                 os.rename(former, target)
             raise
         # A mount point, or in a folder that takes no new names.
-        shutil.rmtree(target, ignore_errors=True)
-        shutil.copytree(complete, target, dirs_exist_ok=True)
+        # The folder itself stays, with its mode: it may be another user's.
+        for path in target.iterdir():
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        for path in complete.iterdir():
+            (shutil.copytree if path.is_dir() else shutil.copy2)(path, target / path.name)
         sync_tree(target)
         shutil.rmtree(complete)
     sync(target.parent)

@@ -257,6 +257,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not args.force and manifest.is_file() and made.items() <= json.loads(manifest.read_text()).items():
         print(f"demo assets are complete in {args.output}")
         return
+    if not manifest.is_file() and os.path.isdir(args.output) and os.listdir(args.output):
+        sys.exit(f"{args.output} has other files, which assets would replace: name an empty folder, or a new one")
     try:
         make(args, made)
     except OSError as error:

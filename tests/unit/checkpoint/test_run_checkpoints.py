@@ -308,6 +308,7 @@ def test_a_folder_that_cannot_be_renamed_is_emptied_and_filled(tmp_path, monkeyp
     for folder in (goal, link.parent):
         folder.mkdir(parents=True)
     (goal / "former").touch()
+    goal.chmod(0o2777)  # of a volume, and maybe another user's
     link.symlink_to(goal)
     rename = os.rename
 
@@ -322,6 +323,22 @@ def test_a_folder_that_cannot_be_renamed_is_emptied_and_filled(tmp_path, monkeyp
         (folder / "new").touch()
         assert folder.parent == (link if closed else goal).parent
     assert names(link) == ["new"] and names(link.parent) == ["hf"] and names(goal.parent) == ["model"]
+    assert goal.stat().st_mode & 0o7777 == 0o2777
+
+
+def test_a_file_of_that_name_stays_and_what_the_disk_does_not_take_is_removed(tmp_path, monkeypatch):
+    (tmp_path / "hf").touch()
+    with pytest.raises(NotADirectoryError, match="hf"), replaced(tmp_path / "hf"):
+        pass
+    (tmp_path / "hf").unlink()
+
+    def full(path):
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(manifest, "sync", full)
+    with pytest.raises(OSError, match="quota"), replaced(tmp_path / "hf") as folder:
+        (folder / "new").touch()
+    assert names(tmp_path) == []
 
 
 def test_of_a_folder_that_cannot_get_its_name_the_former_keeps_it_and_an_error_names_the_new_one(tmp_path, monkeypatch):

@@ -280,11 +280,15 @@ def test_a_link_to_a_folder_in_a_place_of_others_is_locked_under_its_own_name(tm
     opened = os.open
 
     def as_user(path, *args):
-        if str(path).startswith(f"{tmp_path}/disk/."):
+        if str(path).startswith(f"{tmp_path}/disk/.") and args[0] & os.O_RDWR:
             raise PermissionError(errno.EACCES, "Permission denied")
         return opened(path, *args)
 
+    theirs = FolderLock(tmp_path / "disk/me", "exp_name")
     monkeypatch.setattr(os, "open", as_user)  # root may write everywhere
+    with ExitStack() as held, pytest.raises(ValueError, match="disk/me: cannot be written"):  # their run is alive
+        lock_run(config_in(tmp_path, "exp_name=link"), held)
+    theirs.close()
     with ExitStack() as held:
         lock_run(config_in(tmp_path, "exp_name=link"), held)
         with pytest.raises(ValueError, match="is in use by process"):

@@ -67,10 +67,14 @@ class ParameterState:
         return state[name] if name in state else torch.zeros_like(self.main, dtype=torch.float32)
 
     def restore(self, tensors: Mapping[str, Tensor], steps: int) -> None:
-        """Set this rank's part from whole tensors; none = moments of 0. `steps`: optimizer steps taken so far."""
+        """Set this rank's part from whole tensors. `steps`: optimizer steps taken so far. Without tensors the parameter
+        begins: as it is, with moments of 0, and without a step.
+        """
         if self.main is None:
             return
-        tensors = tensors or {name: torch.zeros(self.parameter.shape) for name in MOMENTS}
+        if not tensors:
+            zeros, steps = torch.zeros(self.parameter.shape), 0
+            tensors = {MAIN: self.parameter.detach(), **{name: zeros for name in MOMENTS}}
         part = {
             name: x.reshape(-1)[self.start : self.start + self.main.numel()].view(self.main.shape)
             for name, x in tensors.items()
