@@ -55,6 +55,8 @@ _HASH_VALUE = re.compile(r"[^A-Za-z\\]*(?:\\.*)?")
 """After `####`, in a line that is not the last one: a value, not the heading of a section."""
 _HASHES = re.compile(r"#{4,}([^\n]*)")
 _TAGS = re.compile(r"<(/?)answer>", re.IGNORECASE)
+_MENTION = re.compile(r"[\s.,:;)`'\"*]*(?:tags?\b|$)", re.IGNORECASE)
+"""After an open tag that is only spoken of."""
 _NUMBER = re.compile(
     r"(?<![\w.])[-+\u2212]?(?:\d{1,3}(?:,\d{3}){1,8}(?![\d,])(?:\.\d+)?|\d+(?:\.\d+)?(?:/\d+)?|\.\d+)", re.ASCII
 )
@@ -199,7 +201,7 @@ def _tag(text: str) -> _Found:
             inner, at, start = text[start : tag.start()].strip(), start, -1
             last = (at, inner) if inner else last
     # A stop string may have ended it, which the text is without.
-    if last is None and start >= 0 and (inner := text[start:].strip()) and "\n" not in inner:
+    if last is None and start >= 0 and "\n" not in (inner := text[start:].strip()) and not _MENTION.match(inner):
         return start, inner
     return last
 

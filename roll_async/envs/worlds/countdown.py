@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from random import Random
 
 from roll_async.envs.worlds.arithmetic import compute, shown
-from roll_async.envs.worlds.text_world import TextWorld
+from roll_async.envs.worlds.text_world import OPEN_TAG, TextWorld
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _MOVES = ((operator.add, "+"), (operator.sub, "-"), (operator.mul, "*"))  # without division every target is whole
@@ -63,8 +63,8 @@ class Countdown(TextWorld):
     def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
         """One attempt."""
         self._left -= 1
-        # A stop string may have closed the tag. Models write the result behind their expression.
-        written = (_ANSWER.findall(action) or action.rpartition("<answer>"))[-1].partition("=")[0]
+        # Models write the result behind their expression.
+        written = (_ANSWER.findall(action) or OPEN_TAG.split(action))[-1].partition("=")[0]
         try:
             value, used = compute(written)
             fits = not Counter(map(int, used)) - Counter(self._numbers) and all(n.denominator == 1 for n in used)

@@ -12,7 +12,7 @@ from typing import Literal
 
 from roll_async.envs.worlds.arithmetic import compute
 from roll_async.envs.worlds.question_rows import Question, read_questions
-from roll_async.envs.worlds.text_world import TextWorld
+from roll_async.envs.worlds.text_world import OPEN_TAG, TextWorld
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
@@ -73,8 +73,7 @@ class Questions(TextWorld):
 
 def same_answer(text: str, answer: str, grade: str) -> bool:
     """Whether the text ends with this answer: in <answer>, in \\boxed, or as its last number (the whole text)."""
-    # A stop string may have closed the tag.
-    said = (_ANSWER.findall(text) or _BOXED.findall(text) or text.rpartition("<answer>"))[-1]
+    said = (_ANSWER.findall(text) or _BOXED.findall(text) or OPEN_TAG.split(text))[-1]
     if grade == "text":
         return _words(said) == _words(answer)
     numbers, wanted = _NUMBER.findall(said), _NUMBER.findall(answer)

@@ -93,8 +93,9 @@ def test_countdown_accepts_any_right_expression_and_no_number_twice():
         )
         cheat = world.step(f"<answer>{target}</answer>")
         assert cheat[1:3] == (0.0, False) and "other numbers" in cheat[0]
-        closing = "</answer>" if seed % 2 else ""  # its stop string may be no part of the text
-        assert world.step(f"So <answer>{solution} = {target}{closing}")[1:3] == (1.0, True)
+        # Its stop string may be no part of the text.
+        said = ("So <answer>{}", "So <answer>{}</answer>", "{}, in <answer> tags")[seed % 3]
+        assert world.step(said.format(f"{solution} = {target}"))[1:3] == (1.0, True)
 
 
 def test_the_text_game_is_won_by_calls_and_pays_1_in_all():
@@ -163,7 +164,8 @@ def test_arithmetic_refuses_what_is_none_and_what_is_too_large(text):
 
 @pytest.mark.parametrize(
     ("text", "right"),
-    [("so <answer>1,080</answer> it is 3", True), ("1079", False), (r"\boxed{1080.0}", True), ("no number", False)],
+    [("so <answer>1,080</answer> it is 3", True), ("1079", False), (r"\boxed{1080.0}", True), ("no number", False)]
+    + [("It is 1080. I put it in <answer> tags.", True), ("In `<answer>` tags: <answer>1080", True)],
 )
 def test_answers_by_number(text, right):
     assert same_answer(text, "1080", "number") is right

@@ -131,9 +131,15 @@ def test_a_tag_that_its_stop_string_closed_is_read_to_the_end_of_its_line():
         assert final_answer("The answer is 3.\nNo: <answer>4", form) == "4"
         assert final_answer("<answer>4</answer>, in <answer> tags", form) == "4"
         assert final_answer("<answer>\nso \\boxed{4}\n", form) == "4"
-    assert (
-        final_answer("It stands in <answer> tags.\nThe answer is 4") == "4" and final_answer("<answer>", "tag") is None
-    )
+        assert final_answer("Answer: <answer>4", form) == "4" and final_answer("<answer>", "tag") is None
+
+
+@pytest.mark.parametrize("answer", ["So the answer is 4.", "1 + 3 = 4.\n#### 4", "Answer: 4"])
+@pytest.mark.parametrize(
+    "mention", ["I put it in <answer> tags.", "(The `<answer>` tag is not needed.)", "(No <answer>.)"]
+)
+def test_a_tag_that_is_only_mentioned_states_nothing(answer, mention):
+    assert final_answer(f"{answer}\n{mention}") == final_answer(f"{mention}\n{answer}") == "4"
 
 
 @pytest.mark.parametrize(("num_parts", "answer"), [(1, "4"), (2, "3, 4"), (3, "2, 3, 4"), (9, "1, 2, 3, 4")])
