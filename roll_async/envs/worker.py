@@ -39,7 +39,7 @@ class Worlds:
         """Execute one request and return its answer."""
         request = json.loads(line)
         busy = self._busy[request["world"]]
-        # A step may itself wait for the close: without a limit only the making of the world is waited for.
+        # A step may itself wait for the close: without a limit only a reset is waited for.
         made = request["op"] == "close" and request["world"] in self._worlds
         held = busy.acquire(timeout=_STEP_ENDS_S if made else -1)
         try:
@@ -65,10 +65,13 @@ class Worlds:
             case "reset" if number in self._closed:
                 raise ValueError("the world is closed")  # a thread may have overtaken its own
             case "reset":
-                if number not in self._worlds:
+                # None of the worlds meanwhile: a close waits for all that this starts.
+                if (world := self._worlds.pop(number, None)) is None:
                     world = build(WorldSpec(env_type=request["env_type"], values=request["values"]))
+                try:
+                    return answer_of(op, world.reset(seed=request["seed"]))  # type: ignore[attr-defined]
+                finally:
                     self._worlds[number] = world  # type: ignore[assignment]
-                return answer_of(op, self._worlds[number].reset(seed=request["seed"]))
             case "step":
                 return answer_of(op, self._worlds[number].step(request["action"]))
             case "close":

@@ -5,6 +5,7 @@ import json
 import os
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -190,6 +191,20 @@ def test_nobody_waits_for_a_world_to_close_and_what_it_raises_harms_nobody(name,
 
     with_pool(work, step_timeout_s=0.2)
     assert "did not close" in caplog.text
+
+
+def test_a_close_waits_for_the_whole_reset(tmp_path, monkeypatch):
+    monkeypatch.setattr("roll_async.envs.worker._STEP_ENDS_S", 0.05)
+    values, (_, theirs) = {"path": str(tmp_path / "said")}, socket.socketpair()
+    worlds = Worlds(theirs)
+    reset = {"id": 1, "world": 7, "op": "reset", "seed": 0, "env_type": "hostile_worlds.Slowly", "values": values}
+    begun = threading.Thread(target=worlds.handle, args=(json.dumps(reset).encode(),))
+    begun.start()
+    while not (tmp_path / "said").exists():
+        time.sleep(0.01)
+    worlds.handle(json.dumps({"id": 2, "world": 7, "op": "close"}).encode())
+    begun.join()
+    assert (tmp_path / "said").read_text() == "begins ends closed "
 
 
 def test_a_world_that_is_cancelled_is_closed_when_what_it_does_has_ended(tmp_path):
