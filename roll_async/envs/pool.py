@@ -8,10 +8,10 @@ worlds beside it end as they would have.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import itertools
 import json
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -101,7 +101,7 @@ class WorldPool:
 
     async def _close(self, world: LiveWorld) -> None:
         try:
-            await asked(world.close, lambda _: None, self._step_timeout_s)
+            await world.close()
         except (OutsideError, TimeoutError) as error:
             logger.warning("a world did not close: %s: %s", type(error).__name__, error)
 
@@ -195,16 +195,16 @@ class WorldWorker:
             if not waiting.done():
                 waiting.set_exception(WorldFailed(reason))
 
-    def retire(self) -> None:
-        """A step hangs: the process gets no new world and is killed when its other worlds have ended, at the latest one
-        time-out from now.
+    def retire(self, within_s: float) -> None:
+        """Something hangs: the process gets no new world and is killed when its other worlds have ended, at the latest
+        after this time.
         """
         self.takes_worlds = False
         if self._retiring is None:
-            self._retiring = asyncio.ensure_future(self._end_later())
+            self._retiring = asyncio.ensure_future(self._end_later(within_s))
 
-    async def _end_later(self) -> None:
-        deadline = asyncio.get_running_loop().time() + self._step_timeout_s
+    async def _end_later(self, within_s: float) -> None:
+        deadline = asyncio.get_running_loop().time() + within_s
         while self.worlds and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(min(0.1, self._step_timeout_s / 10))
         await self.kill("killed: a step of a world beside it hung")
@@ -249,7 +249,7 @@ class _InWorker:
                 answer = await worker.ask(op=op, world=self._number, **more)
         except TimeoutError:
             worker.worlds.discard(self._number)
-            worker.retire()  # it waits for the worlds beside this one, which is no longer counted
+            worker.retire(self._timeout_s)  # it waits for the worlds beside this one, which is no longer counted
             self._pool.lost(worker)
             taken = f"{asyncio.get_running_loop().time() - started:.1f} s"
             raise WorldFailed(f"{op} of {self._spec.env_type} took longer than {taken} (fault.env_timeout)") from None
@@ -273,7 +273,7 @@ class _InWorker:
                 async with asyncio.timeout(self._timeout_s):
                     await worker.ask(op="close", world=self._number)
         except TimeoutError:
-            worker.retire()
+            worker.retire(math.inf)  # only this thread hangs: the worlds beside it have their steps' limits
             self._pool.lost(worker)
         except (WorldFailed, ConnectionError) as error:
             logger.info("a world did not close: %s", error)
@@ -316,6 +316,4 @@ class _InLoop:
         world, self._world = self._world, None
         close = getattr(world, "close", None)
         if close is not None:
-            found = close()
-            if inspect.isawaitable(found):
-                await found
+            await asked(close, lambda _: None, self._timeout_s)

@@ -42,6 +42,7 @@ def answers():
 @dataclass(frozen=True, kw_only=True)
 class Options:
     sleep_s: float = 0.0
+    close_hangs: bool = False
 
 
 class Hostile:
@@ -79,7 +80,8 @@ class Hostile:
         return f"did {action}", 0.5, action == "end", False, {"pid": os.getpid()}
 
     def close(self):
-        pass
+        if self._options.close_hangs:
+            time.sleep(600)
 
 
 class Slowly:

@@ -193,6 +193,25 @@ def test_nobody_waits_for_a_world_to_close_and_what_it_raises_harms_nobody(name,
     assert "did not close" in caplog.text
 
 
+@pytest.mark.slow
+def test_a_process_whose_world_does_not_close_takes_no_other_and_ends_after_the_world_beside_it():
+    async def work(pool):
+        hung = pool.open(WorldSpec(env_type=HOSTILE.env_type, values={"close_hangs": True}))
+        beside = pool.open(HOSTILE)
+        pid = (await hung.reset(1)).info["pid"]
+        await beside.reset(2)
+        pool.close_soon(hung)
+        for _ in range(30):
+            assert (await beside.step("walk")).info["pid"] == pid
+            await asyncio.sleep(patient(0.1))
+        assert pool.killed == 1 and (await pool.open(HOSTILE).reset(3)).info["pid"] != pid
+        await beside.close()
+        while not gone(pid):
+            await asyncio.sleep(0.05)
+
+    with_pool(work)
+
+
 def test_a_close_waits_for_the_whole_reset(tmp_path, monkeypatch):
     monkeypatch.setattr("roll_async.envs.worker._STEP_ENDS_S", 0.05)
     values, (_, theirs) = {"path": str(tmp_path / "said")}, socket.socketpair()
