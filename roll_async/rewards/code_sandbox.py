@@ -109,19 +109,22 @@ def program_of(text: str) -> str | None:
 
 def _blocks(text: str) -> Iterator[tuple[str, str, bool]]:
     """(mark, code, whether it is closed before the end) of each fenced block, by the rules of CommonMark, but for
-    fences at any depth, as in a list, and tildes, which open one only with one word behind them: else they underline.
+    fences at any depth, as in a list, and tildes, which open one only with Python behind them: else they underline.
     """
-    opened, lines = None, []
+    opened, lines, indent = None, [], None
     for line in _LINE_END.split(text):
         fence = _FENCE.fullmatch(line)
         if opened is None:
-            opened, lines = fence if fence and (fence[2][0] == "`" or len(fence[3].split()) == 1) else None, []
+            opened = fence if fence and (fence[2][0] == "`" or _LANGUAGE.match(fence[3])) else None
+            lines, indent = [], None
         elif fence and not fence[3] and fence[2].startswith(opened[2]) and len(fence[1]) <= len(opened[1]) + 8:
             yield opened[3].strip(), "".join(lines), True
             opened = None
         else:
-            # What has less than the fence's own indent keeps nothing of it.
-            lines.append(line[len(os.path.commonprefix((opened[1], line))) :] + "\n")
+            # The fence's own as far as the code begins with it; what has less keeps nothing of it.
+            if indent is None and line.strip():
+                indent = os.path.commonprefix((opened[1], line))
+            lines.append(line[len(os.path.commonprefix((indent or "", line))) :] + "\n")
     if opened is not None:
         yield opened[3].strip(), "".join(lines), False
 

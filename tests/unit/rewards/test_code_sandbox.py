@@ -230,6 +230,7 @@ def test_slow_cases_share_the_time_of_their_sample():
         ("~~~strike~~~ is removed\n```python\na\n```", "a\n"),
         ("The sum:\n    ~~~~~~~~ of both\n    ~~~\n```python\na\n```", "a\n"),
         ("   ```python\n   a\n         ```\nEnd.", "a\n"),
+        ('    ```py\n    a = """\n\n  b"""\n    c\n ```', 'a = """\n\nb"""\nc\n'),
         ("```" * 20_000, None),
     ],
 )
@@ -250,6 +251,9 @@ def test_the_program_is_the_last_block_of_python_after_the_thinking(text, code):
         "``` {.python title=a}\nif a:\n    b\n```",
         "```python\nif a:\n    b",
         "```\nif a:\n    b\n```\n```\n",
+        "1. So:\n\n    ```python\nif a:\n    b\n    ```",
+        "~~~ Solution\nSo:\n```python\nif a:\n    b\n```",
+        "~~~wrong\n```python\nif a:\n    b\n```\nEnd.",
         "```no ` fence\n```py\nif a:\n    b\n```",
     ],
 )
