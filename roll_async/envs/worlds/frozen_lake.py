@@ -9,9 +9,10 @@ from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, is_valid
 from gymnasium.utils.seeding import np_random
 
 from roll_async.envs.worlds.moves import WORDS, direction
-from roll_async.envs.worlds.text_world import MOST_TRIES, TextWorld
+from roll_async.envs.worlds.text_world import TextWorld
 
 _SYMBOLS = {"S": "_", "F": "_", "H": "O", "G": "G"}
+_MOST_TRIES = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,13 +37,13 @@ class FrozenLakeOptions:
 def _solvable_map(options: FrozenLakeOptions, seed: int) -> list[str]:
     """The map of `generate_random_map` of gymnasium, which goes on for ever where there is none."""
     rng, share = np_random(seed)[0], options.frozen_share
-    for _ in range(MOST_TRIES):
+    for _ in range(_MOST_TRIES):
         board = rng.choice(["F", "H"], (options.size, options.size), p=[share, 1 - share]).tolist()
         board[0][0], board[-1][-1] = "S", "G"
         if is_valid(board, options.size):
             return ["".join(row) for row in board]
     raise ValueError(
-        f"a map with frozen_share {share:g} and a path to the goal: none was found in {MOST_TRIES} tries; raise "
+        f"a map with frozen_share {share:g} and a path to the goal: none was found in {_MOST_TRIES} tries; raise "
         "frozen_share"
     )
 

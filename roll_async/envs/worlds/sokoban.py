@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from random import Random
 
 from roll_async.envs.worlds.moves import STEPS, WORDS, direction
-from roll_async.envs.worlds.text_world import MOST_TRIES, TextWorld
+from roll_async.envs.worlds.text_world import TextWorld
 
 Cell = tuple[int, int]
 
@@ -94,8 +94,8 @@ class Room:
 def generate(options: SokobanOptions, rng: Random) -> Room:
     """A room whose boxes are off their targets and can be brought back. Raises ValueError where none is found."""
     inner = [(r, c) for r in range(1, options.size - 1) for c in range(1, options.size - 1)]
-    # About as long for all options: few pulls seldom move every box.
-    most_tries = max(MOST_TRIES, 2_000_000 // options.num_pulls)
+    # A few seconds for all options, on any machine the same rooms: few pulls seldom move every box.
+    most_tries = 30_000_000 // (options.size**2 + 40 * options.num_pulls)
     for _ in range(most_tries):
         walls = frozenset(cell for cell in inner if rng.random() < options.wall_share)
         floor = [cell for cell in inner if cell not in walls]

@@ -12,8 +12,6 @@ from gymnasium.spaces import Text
 _ANY_TEXT = Text(max_length=1 << 20, min_length=0, charset=string.printable)
 OPEN_TAG = re.compile(r"<answer>(?!\W{0,3}tags?\b)")
 """Where a stop string may have closed an answer; not where tags are only spoken of."""
-MOST_TRIES = 10_000
-"""Of a generator whose options may leave nothing that can be solved."""
 
 
 class TextWorld(gymnasium.Env[str, str]):

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from collections import deque
 from random import Random
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from roll_async.envs.worlds.frozen_lake import FrozenLake, FrozenLakeOptions, _s
 from roll_async.envs.worlds.moves import STEPS, WORDS, direction
 from roll_async.envs.worlds.questions import same_answer
 from roll_async.envs.worlds.sokoban import SokobanOptions, generate
+from tests.patience import patient
 
 
 def lake_path(rows):
@@ -324,11 +326,20 @@ def test_any_discrete_gymnasium_environment_is_a_world():
     assert set(WORLDS) >= {"frozen_lake", "sokoban", "countdown", "math", "qa", "text_game"}
 
 
+@pytest.mark.slow
+def test_a_search_for_a_room_that_there_is_not_holds_the_event_loop_for_seconds_at_most():
+    for kind in ({"num_boxes": 29, "num_pulls": 1000}, {"num_boxes": 10, "num_pulls": 1}):
+        began_s = time.monotonic()
+        with pytest.raises(ValueError, match="none was found"):
+            generate(SokobanOptions(size=32, **kind), Random(0))
+        assert time.monotonic() - began_s < patient(8)
+
+
 def test_options_that_leave_nothing_to_solve_end_with_their_names_and_a_remedy():
     for wrong in ({"size": 4}, {"num_pulls": 0}, {"wall_share": 1.0}, {"wall_share": -0.1}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             SokobanOptions(**wrong)
-    with pytest.raises(ValueError, match="none was found in 10000 tries; lower wall_share"):
+    with pytest.raises(ValueError, match=r"none was found in \d+ tries; lower wall_share"):
         generate(SokobanOptions(wall_share=0.99, num_pulls=1000), Random(0))
     with pytest.raises(ValueError, match="none was found in 10000 tries; raise frozen_share"):
         FrozenLake(FrozenLakeOptions(frozen_share=0.01, size=8)).reset(seed=0)
