@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from roll_async.rewards.answers import after_thinking, check_answer_format, final_answer, format_of
 from roll_async.rewards.verdict import Verdict
 
-_COMMAND = re.compile(r"\\(?:text[a-z]*|math[a-z]+|mbox|emph|operatorname)\s?(?=\{)")
-_SPACE = re.compile(r"\\[,;:! ]|~")
-"""Of LaTeX around the words of an answer or a reference; what is left of it is punctuation."""
+_COMMAND = re.compile(r"\\(?:text[a-z]*|math[a-z]+|mbox|emph|operatorname)\s?(?=\{)|\\!")
+_SPACE = re.compile(r"\\[,;: ]|(?<!\d)~|~(?!\d)")
+"""Of LaTeX around the words of an answer or a reference; what is left of it is punctuation. 3~4 is a range."""
 _SQUAD_ARTICLE = re.compile(r"\b(a|an|the)\b")
 _SQUAD_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = frozenset({"a", "an", "the"})

@@ -224,3 +224,5 @@ def test_a_stated_answer_is_read_without_the_commands_of_latex_around_it(reward)
     for same in ("foo~bar", "3~4 days", r"\text{Paris}", r"\mathrm{NaCl}", r"C:\textures{a}", "~/.bashrc"):
         assert reward()(f"Answer: {same}", same, {}).acc == reward()(same, same, {}).acc == 1, same
     assert reward()("Answer: Paris", r"\text{Paris}", {}).acc == 1
+    assert reward()(r"\boxed{\text{New\!York}}", "NewYork", {}).acc == 1
+    assert reward()(r"\boxed{\text{about }3~4}", "about 3~4", {}).acc == 1
