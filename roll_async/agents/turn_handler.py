@@ -46,9 +46,10 @@ class TurnHandler(ABC):
         self.on_activity: Callable[[bool], None] | None = None
         """Called when a turn begins or ends, with whether one is running."""
         self._replies: dict[str, TurnReply] = {}
-        self._running: set[asyncio.Future[TurnReply]] = set()
+        self._running: dict[asyncio.Future[TurnReply], str | None] = {}
+        """With the keys of their requests."""
         self._awaited: dict[str, asyncio.Future[TurnReply]] = {}
-        """Those of them whose request has a key."""
+        """The newest of them by key."""
         self._failed: Counter[str] = Counter()
         """Number of turns that failed and were not asked for again, by key."""
         self._num_turns = 0
@@ -83,12 +84,12 @@ class TurnHandler(ABC):
                 return self._replies[key]
             else:
                 running = self._awaited.get(key)
-        elif key is not None:
-            self._failed.pop(key, None)  # a new request: nobody asked again for those before it
+        elif key is not None and key not in self._running.values():
+            self._failed.pop(key, None)  # a new request, beside no other: nobody asked again for those before it
         # A turn that failed has no reply to repeat: it is sampled anew.
         if running is None or running.done():
             running = asyncio.ensure_future(self._limited(request))
-            self._running.add(running)
+            self._running[running] = key
             if key is not None:
                 # A retry must get the reply of this turn, not of an older one with the same key.
                 self._replies.pop(key, None)
@@ -105,7 +106,7 @@ class TurnHandler(ABC):
             raise
 
     def _ended(self, key: str | None, turn: asyncio.Future[TurnReply]) -> None:
-        self._running.discard(turn)
+        self._running.pop(turn, None)
         # A newer turn may have the same key.
         if key is not None and self._awaited.get(key) is turn:
             del self._awaited[key]
@@ -135,7 +136,7 @@ class TurnHandler(ABC):
     def end(self, outcome: Outcome, reason: str) -> None:
         """Refuse further turns and cancel running ones."""
         self.stop(outcome, reason)
-        # Callbacks run later in the loop, so that the set stays as it is meanwhile.
+        # Callbacks run later in the loop, so that the dict stays as it is meanwhile.
         for running in self._running:
             running.cancel()
 

@@ -429,6 +429,33 @@ def test_remembered_replies_are_bounded_in_number_and_in_size(request_of):
     assert asked(["a" * (3 << 20)] * 2, 0) == 3
 
 
+def test_a_failure_can_still_be_retried_after_a_new_request_while_one_with_its_body_runs(request_of):
+    class Waiting(TurnHandler):
+        asked = []
+
+        async def _sample_turn(self, request, started_s):
+            self.asked.append(asyncio.get_running_loop().create_future())
+            return await self.asked[-1]
+
+    async def work():
+        turns = Waiting("t", max_turns=100, max_seconds=100)
+
+        async def begin(replay):
+            asking = asyncio.ensure_future(turns.turn(request_of(("user", "x")), "key", replay))
+            await asyncio.sleep(0.01)
+            return asking
+
+        begun = [await begin(False), await begin(False)]
+        turns.asked[1].set_exception(RuntimeError("lost"))
+        await asyncio.sleep(0.01)
+        begun += [await begin(False), await begin(True)]
+        turns.end(Outcome.CANCELLED, "over")
+        await asyncio.gather(*begun, return_exceptions=True)
+        assert len(turns.asked) == 4, "the retry waited for the reply to the third request"
+
+    asyncio.run(work())
+
+
 def test_a_turn_that_fails_or_has_no_key_is_not_remembered_and_its_end_is_told(sessions, request_of):
     session, policy, _ = sessions([RuntimeError("no replica"), "ab", "the"])
     told = []
