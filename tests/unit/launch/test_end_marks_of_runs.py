@@ -101,8 +101,15 @@ def test_rewards_read_an_answer_without_its_end_mark(ends_in_a_word, monkeypatch
     started = SimpleNamespace(remote=lambda rewards: object())
     monkeypatch.setattr(reward_group, "RewardHost", SimpleNamespace(options=lambda **_: started))
     monkeypatch.setattr(reward_group.HostPlan, "calls", lambda *_: Calls())
-    plan = reward_group.HostPlan(rewards={}, tokenizer_folder=folder, env={}, rpc_timeout_s=5.0, stops=(" 4",))
-    asyncio.run(plan.start(0))
+
+    async def of_the_plan(plan):
+        await plan.start(0)
+        return SimpleNamespace(close=None)
+
+    monkeypatch.setattr(rollout.RayScorer, "start", of_the_plan)
+    keys = f"pretrain={folder}", "actor_infer.generating_args.stop_strings=[' 4']"
+    config = load("configs/rlvr_config_async_cpu.yaml", keys, "rlvr")
+    asyncio.run(rollout.start_scorer(config, AsyncExitStack()))
     ids, texts = answers_of(tokenizer)
     assert list(given[0](ids)) == texts
     assert list(given[0]([tokenizer.encode("so 4")])) == ["so"]
@@ -110,8 +117,10 @@ def test_rewards_read_an_answer_without_its_end_mark(ends_in_a_word, monkeypatch
 
 def test_the_samples_of_an_evaluation_are_shown_without_their_end_marks(ends_in_a_word, build):
     folder, tokenizer = ends_in_a_word
-    prompt, report = build.prompt(), Report(load("configs/rlvr_config_async_cpu.yaml", (f"pretrain={folder}",), "rlvr"))
+    keys = f"pretrain={folder}", "validation.generating_args.stop_strings=[' 4']"
+    prompt, report = build.prompt(), Report(load("configs/rlvr_config_async_cpu.yaml", keys, "rlvr"))
     ids, texts = answers_of(tokenizer)
+    ids, texts = [*ids, tokenizer.encode("so 4")], [*texts, "so"]
     samples = [build.sample(prompt, ids=tuple(one)) for one in ids]
     report.add(HeldOut("", [prompt], SamplingParams(max_new_tokens=9)), [(prompt, samples)])
     assert [record["response"] for record in report.evaluation({}).samples] == texts
